@@ -1,0 +1,129 @@
+"""Dimension names -> mesh axes: the one rules table, and what follows from it for every parameter.
+
+Pure Python: the run (through `mesh.specs`) and the planner read the same answers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxpar.config.axes import BATCH_AXES, ZERO_AXES
+
+DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("pipe",),
+    "vocab": ("tensor",),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "positions": (),
+    "batch": BATCH_AXES,
+    "seq": ("context",),
+}
+
+
+class LayoutError(ValueError):
+    """A dim name, a size or a rule that the user can mend."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one run is spread over devices.
+
+    sizes: every mesh axis -> its size, resolved (no -1). rules: dim -> axes, resolved over the defaults.
+    """
+
+    sizes: Mapping[str, int]
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(DEFAULT_RULES))
+    zero_stage: int = 0
+    sequence_parallel: bool = True
+
+    def live(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of size > 1: an axis of one device needs no collective and appears in no spec."""
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
+    def split(self, dim: str) -> tuple[str, ...]:
+        """Live mesh axes that split `dim`, outer to inner."""
+        if dim not in self.rules:
+            raise LayoutError(f"unknown dim {dim!r}: known dims are {', '.join(sorted(self.rules))}; name a new one under rules:")
+        return self.live(self.rules[dim])
+
+    def ways(self, dim: str) -> int:
+        """Into how many parts `dim` is cut."""
+        return self.size(self.split(dim))
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return self.split("batch")
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        return self.split("seq")
+
+    @property
+    def block_seq_axes(self) -> tuple[str, ...]:
+        """Axes that split the sequence at block boundaries: `context`, and `tensor` under sequence parallelism."""
+        return self.context_axes + (self.live(("tensor",)) if self.sequence_parallel else ())
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes over which tokens differ at block boundaries: there, every parameter's gradient is a partial sum."""
+        return self.batch_axes + self.block_seq_axes
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        return self.live(ZERO_AXES)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """Where one parameter lives.
+
+    axes: for each dim, the axes that split it by the rules. zero_dim: the dim that ZeRO shards further, if any.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+    zero_dim: int | None
+
+    def spec(self, zero_axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """Axes of each dim when the ZeRO axes (empty: none) are spent too."""
+        if self.zero_dim is None or not zero_axes:
+            return self.axes
+        return tuple(axes + zero_axes if i == self.zero_dim else axes for i, axes in enumerate(self.axes))
+
+
+def plan_leaf(layout: Layout, path: str, names: tuple[str, ...], shape: tuple[int, ...]) -> LeafPlan:
+    """Plan for one parameter whose dims are `names`; raises LayoutError with sizes that would work."""
+    if len(names) != len(shape):
+        raise LayoutError(f"{path}: {len(names)} dim names {names} for shape {shape}")
+    axes = tuple(layout.split(name) for name in names)
+    spent: dict[str, str] = {}
+    for name, dim_axes in zip(names, axes, strict=True):
+        for axis in dim_axes:
+            if axis in spent:
+                raise LayoutError(f"{path}: dims {spent[axis]!r} and {name!r} are both split over mesh axis {axis!r}; change rules:")
+            spent[axis] = name
+    for name, size, dim_axes in zip(names, shape, axes, strict=True):
+        ways = layout.size(dim_axes)
+        if size % ways:
+            legal = [n for n in range(1, ways + 1) if size % n == 0]
+            raise LayoutError(f"{path}: dim {name!r} of size {size} does not divide over {' x '.join(dim_axes)} = {ways}; legal: {legal}")
+    return LeafPlan(path, names, shape, axes, _zero_dim(layout, names, shape, axes))
+
+
+def _zero_dim(layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> int | None:
+    """The largest dim that is free and divides over the ZeRO axes; the first of equals. `layers` is scanned, so never."""
+    ways = layout.size(layout.zero_axes)
+    free = [i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % ways == 0]
+    return max(free, key=lambda i: (shape[i], -i)) if free and ways > 1 else None
