@@ -1,0 +1,70 @@
+"""Plans of parameters -> PartitionSpecs and shardings, for each of the places where a parameter's numbers live."""
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config.layout import Layout, LayoutError, LeafPlan, plan_leaf
+from jaxpar.core.typing import PyTree
+
+is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+is_plan = lambda x: isinstance(x, LeafPlan)
+
+
+def plan_tree(layout: Layout, names: PyTree, shapes: PyTree) -> PyTree:
+    """A LeafPlan for every parameter; all that does not fit is reported together.
+
+    names: tree of tuples of dim names. shapes: the same tree of arrays or ShapeDtypeStructs.
+    """
+    problems: list[str] = []
+
+    def one(path: tuple, leaf_names: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan | None:
+        try:
+            return plan_leaf(layout, path_name(path), leaf_names, tuple(leaf.shape))
+        except LayoutError as error:
+            problems.append(str(error))
+            return None
+
+    plans = jax.tree_util.tree_map_with_path(one, names, shapes, is_leaf=is_names)
+    if problems:
+        raise LayoutError("\n".join(problems))
+    return plans
+
+
+def path_name(path: tuple) -> str:
+    """('blocks', 'mlp', 'up', 'kernel') -> "blocks.mlp.up.kernel"."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def to_spec(axes: tuple[tuple[str, ...], ...]) -> P:
+    """Axes of each dim -> PartitionSpec, without trailing Nones."""
+    entries = [dim_axes if len(dim_axes) > 1 else (dim_axes[0] if dim_axes else None) for dim_axes in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def param_specs(layout: Layout, plans: PyTree) -> PyTree:
+    """How parameters are stored: ZeRO-3 shards them."""
+    zero = layout.zero_axes if layout.zero_stage >= 3 else ()
+    return jax.tree.map(lambda plan: to_spec(plan.spec(zero)), plans, is_leaf=is_plan)
+
+
+def sharded_specs(layout: Layout, plans: PyTree) -> PyTree:
+    """How optimizer state is stored and gradients leave the step: sharded from ZeRO-1 on."""
+    zero = layout.zero_axes if layout.zero_stage >= 1 else ()
+    return jax.tree.map(lambda plan: to_spec(plan.spec(zero)), plans, is_leaf=is_plan)
+
+
+def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+    """PartitionSpecs -> NamedShardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def batch_spec(layout: Layout, *, microbatched: bool = True) -> dict[str, P]:
+    """Specs of a batch: [M, rows, S] (or [rows, S]); rows over the batch axes, the sequence over `context`."""
+    entry = lambda axes: axes if len(axes) > 1 else (axes[0] if axes else None)
+    lead = (None,) if microbatched else ()
+    rows, seq = entry(layout.batch_axes), entry(layout.context_axes)
+    per_token = ("tokens", "targets", "weights", "positions", "segments")
+    return {name: P(*lead, rows, seq) for name in per_token} | {"samples": P(*lead, rows)}

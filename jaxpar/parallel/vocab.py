@@ -1,0 +1,139 @@
+"""Embedding and cross entropy over a vocabulary that `tensor` may split; logits exist for one chunk of tokens at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpar.config.layout import Layout
+from jaxpar.core.typing import Terms
+from jaxpar.core.vma import vary, varying
+from jaxpar.parallel.tensor import index, leave
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """What is added to the plain cross entropy."""
+
+    vocab_size: int  # columns beyond it are padding and never count
+    chunk_tokens: int
+    z_loss: float = 0.0  # coefficient of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, section 5)
+    softcap: float | None = None  # logits -> softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)
+
+
+def embed(layout: Layout, table_VD: Float[Array, "V D"], ids_bS: Int[Array, "b S"]) -> Float[Array, "b T D"]:
+    """Rows of a table; each device looks up the ids of its part, zeros elsewhere, and the parts are summed."""
+    axes = layout.split("vocab")
+    if not axes:
+        return jnp.take(table_VD, ids_bS, axis=0, mode="clip")
+    rows = table_VD.shape[0]
+    local_bS = ids_bS - index(layout, axes) * rows
+    mine_bS1 = ((local_bS >= 0) & (local_bS < rows))[..., None]
+    found_bSD = jnp.take(table_VD, jnp.clip(local_bS, 0, rows - 1), axis=0, mode="clip")
+    return leave(layout, jnp.where(mine_bS1, found_bSD, jnp.zeros((), table_VD.dtype)), "vocab")
+
+
+def logits(layout: Layout, spec: LossSpec, x_nD: Float[Array, "n D"], w_DV: Float[Array, "D V"]) -> Float[Array, "n V"]:
+    """This device's columns of the logits, float32 at least; padded columns are -inf."""
+    dtype = jnp.promote_types(x_nD.dtype, jnp.float32)
+    out_nV = jnp.matmul(x_nD, w_DV, preferred_element_type=dtype)
+    if spec.softcap is not None:
+        out_nV = spec.softcap * jnp.tanh(out_nV / spec.softcap)
+    columns = w_DV.shape[1]
+    if columns * layout.ways("vocab") == spec.vocab_size:
+        return out_nV
+    column_V = index(layout, layout.split("vocab")) * columns + jnp.arange(columns)
+    return jnp.where(column_V < spec.vocab_size, out_nV, jnp.asarray(-jnp.inf, dtype))
+
+
+def cross_entropy(
+    layout: Layout, spec: LossSpec, x_bSD: Float[Array, "b S D"], w_DV: Array, targets_bS: Array, weights_bS: Array
+) -> Terms:
+    """{"loss": (sum of weighted token losses, sum of weights)}; with a z-loss also its parts, as metrics only.
+
+    x is what `enter(., "vocab")` returns. Gradients are computed together with the loss, chunk by chunk, because the loss
+    is linear in its cotangent: no logits are kept and none are computed twice.
+    """
+    n = targets_bS.size
+    chunk = min(spec.chunk_tokens, n)
+    flat = (x_bSD.reshape(n, -1), targets_bS.reshape(n), weights_bS.reshape(n))
+    padding = -n % chunk
+    if padding:  # rows of weight 0
+        flat = tuple(jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in flat)
+    x_cnD, targets_cn, weights_cn = (a.reshape(-1, chunk, *a.shape[1:]) for a in flat)
+    total, plain, z = _chunked(partial(_chunk_sums, layout, spec), x_cnD, w_DV, targets_cn, weights_cn)
+    weight = jnp.sum(weights_bS)
+    terms = {"loss": (total, weight)}
+    return terms | {"cross_entropy": (plain, weight), "z_loss": (z, weight)} if spec.z_loss else terms
+
+
+Sums = tuple[Array, Array, Array]  # total, cross entropy, squared logsumexp; all weighted sums
+
+
+def _chunk_sums(layout: Layout, spec: LossSpec, x_nD: Array, w_DV: Array, targets_n: Array, weights_n: Array) -> Sums:
+    logits_nV = logits(layout, spec, x_nD, w_DV)
+    axes = layout.split("vocab")
+    top_n = lax.stop_gradient(jnp.max(logits_nV, axis=-1))
+    top_n = lax.pmax(top_n, axes) if axes else top_n
+    columns = logits_nV.shape[-1]
+    local_n = targets_n - index(layout, axes) * columns
+    mine_n = (local_n >= 0) & (local_n < columns)
+    gold_n = jnp.take_along_axis(logits_nV, jnp.clip(local_n, 0, columns - 1)[:, None], axis=-1)[:, 0]
+    gold_n = jnp.where(mine_n, gold_n, jnp.zeros((), gold_n.dtype))
+    sumexp_n = jnp.sum(jnp.exp(logits_nV - top_n[:, None]), axis=-1)
+    if axes:
+        sumexp_n, gold_n = lax.psum(jnp.stack([sumexp_n, gold_n]), axes)
+    lse_n = jnp.log(sumexp_n) + top_n
+    weights_n = weights_n.astype(lse_n.dtype)
+    plain = jnp.sum((lse_n - gold_n) * weights_n)
+    z = jnp.sum(jnp.square(lse_n) * weights_n)
+    total = plain + spec.z_loss * z if spec.z_loss else plain
+    return total, lax.stop_gradient(plain), lax.stop_gradient(z)
+
+
+ChunkFn = Callable[[Array, Array, Array, Array], Sums]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, weights_cn: Array) -> Sums:
+    """Sums over chunks; only the first result is differentiable."""
+    if x_cnD.shape[0] == 1:
+        return chunk_fn(x_cnD[0], w_DV, targets_cn[0], weights_cn[0])
+    parts = lax.map(lambda args: chunk_fn(args[0], w_DV, args[1], args[2]), (x_cnD, targets_cn, weights_cn))
+    return tuple(jnp.sum(part) for part in parts)  # type: ignore[return-value]
+
+
+def _chunked_fwd(
+    chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, weights_cn: Array
+) -> tuple[Sums, tuple[Array, Array]]:
+    accumulator = jnp.promote_types(w_DV.dtype, jnp.float32)
+
+    def one(x_nD: Array, targets_n: Array, weights_n: Array) -> tuple[Sums, Array, Array]:
+        sums, pullback = jax.vjp(lambda x, w: chunk_fn(x, w, targets_n, weights_n), x_nD, w_DV)
+        zeros = jnp.zeros_like(sums[1])
+        dx_nD, dw_DV = pullback((jnp.ones_like(sums[0]), zeros, zeros))
+        return sums, dx_nD, dw_DV.astype(accumulator)
+
+    if x_cnD.shape[0] == 1:
+        sums, dx_nD, dw_DV = one(x_cnD[0], targets_cn[0], weights_cn[0])
+        return sums, (dx_nD[None], dw_DV.astype(w_DV.dtype))
+
+    def step(dw_DV: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, tuple[Sums, Array]]:
+        sums, dx_nD, dw_chunk_DV = one(*chunk)
+        return dw_DV + dw_chunk_DV, (sums, dx_nD)
+
+    start = vary(jnp.zeros(w_DV.shape, accumulator), tuple(varying(w_DV)))
+    dw_DV, (parts, dx_cnD) = lax.scan(step, start, (x_cnD, targets_cn, weights_cn))
+    return tuple(jnp.sum(part) for part in parts), (dx_cnD, dw_DV.astype(w_DV.dtype))  # type: ignore[return-value]
+
+
+def _chunked_bwd(chunk_fn: ChunkFn, grads: tuple[Array, Array], cotangents: Sums) -> tuple[Array | None, ...]:
+    dx_cnD, dw_DV = grads
+    return dx_cnD * cotangents[0].astype(dx_cnD.dtype), dw_DV * cotangents[0].astype(dw_DV.dtype), None, None
+
+
+_chunked.defvjp(_chunked_fwd, _chunked_bwd)
