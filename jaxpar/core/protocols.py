@@ -4,21 +4,56 @@ A model is single-device maths on named dims; it knows no mesh axis. All that de
 context, whose functions are identities on one device.
 """
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from jaxpar.core.typing import Array, Params, Terms
+
+
+Initializer = Callable[[Array, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> values
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter before it has numbers. `valid` bounds dims whose tail is padding (initialised to zero)."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    init: Initializer
+    valid: tuple[int, ...] | None = None
 
 
 class Context(Protocol):
     """What a model may ask for. Read-only."""
 
-    layer: Array | int  # index of the block among all layers
-    positions_bS: Array  # position in the document, restarting in packed rows
-    segments_bS: Array  # document of each token in its row, from 1; 0: padding
+    @property
+    def layer(self) -> Array | int:
+        """Index of the block among all layers."""
+        ...
+
+    @property
+    def wide_dtype(self) -> Any:
+        """Dtype of what must not be rounded (rotary angles, statistics): float32, or float64 in a float64 run."""
+        ...
+
+    @property
+    def positions_bS(self) -> Array:
+        """Position of each token in its document ([1, S] where rows are not packed)."""
+        ...
+
+    @property
+    def segments_bS(self) -> Array | None:
+        """Document of each token in its row, from 1; 0: padding; None: rows are not packed."""
+        ...
+
+    @property
+    def shared(self) -> Any:
+        """What `Model.shared` made from the context, once for all layers."""
+        ...
 
     def enter(self, x_bSD: Array, dim: str) -> Array:
-        """Before a map that produces `dim`: this device's tokens -> all tokens that its part of `dim` needs."""
+        """Before a map that produces `dim`: this device's tokens -> all tokens that its part of `dim` works on."""
         ...
 
     def leave(self, y_bSD: Array, dim: str) -> Array:
@@ -33,8 +68,12 @@ class Context(Protocol):
         """Bits are a function of (seed, step, layer, site, sample, position, feature): never of the layout."""
         ...
 
-    def select(self, w: Array, array_dim: int, of: str) -> Array:
-        """From a dim that is not split, the part that serves this device's share of dim `of` (shared key-value heads)."""
+    def select(self, w: Array, array_dim: int, dim: str, of: str) -> Array:
+        """Where `dim` is split less than `of`: the part of it that serves this device's share of `of` (shared key-value heads)."""
+        ...
+
+    def at_block_boundary(self, x_bSD: Array) -> Array:
+        """Per-token values -> those of the tokens that this device holds at a block boundary."""
         ...
 
     def whole_sequence(self, x_bSD: Array) -> Array:
@@ -49,27 +88,50 @@ class Context(Protocol):
         """Rows of a table whose dim `vocab` may be split -> activations at a block boundary."""
         ...
 
+    def logits(self, x_bSD: Array, w_DV: Array) -> Array:
+        """This device's columns of x @ w, float32, padded columns -inf."""
+        ...
+
     def cross_entropy(self, x_bSD: Array, w_DV: Array, targets_bS: Array, weights_bS: Array) -> Terms:
         """Token losses of logits x @ w over a vocabulary that may be split: {"loss": (sum, weight), ...}."""
         ...
 
 
-@runtime_checkable
 class Model(Protocol):
-    """Three parts that share one parameter tree {"embed": ..., "blocks": ..., "head": ...}."""
+    """Three parts that share one parameter tree {"embed": ..., "blocks": ..., "head": ...}.
 
-    num_layers: int
+    `blocks` describes one layer; the trainer stacks `num_layers` of them on a leading dim "layers" and scans.
+    """
 
-    def init(self) -> dict[str, Callable[[Array], Params]]:
-        """For each part, key -> parameters; `blocks` makes one layer, the trainer stacks them."""
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def params(self) -> Params:
+        """The tree of `ParamSpec`s: shape, dim names and initial distribution of each, no numbers."""
         ...
 
-    def names(self) -> dict[str, Params]:
-        """The same trees with a tuple of dim names for each parameter (one layer for `blocks`)."""
+    def shared(self, ctx: Context) -> Any:
+        """Values that all layers use and that depend on the batch only (tables of rotary angles), or None."""
         ...
 
-    def embed(self, params_embed: Params, tokens_bS: Array, ctx: Context) -> Array: ...
+    def embed(self, params_embed: Params, tokens_bS: Array, ctx: Context) -> Array:
+        """Tokens -> activations at a block boundary."""
+        ...
 
-    def block(self, params_block: Params, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]: ...
+    def block(self, params_block: Params, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:
+        """One layer; its terms are added up over layers as (sum, weight)."""
+        ...
 
-    def head(self, params_head: Params, params_embed: Params, x_bSD: Array, targets_bS: Array, weights_bS: Array, ctx: Context) -> Terms: ...
+    def head(self, params_head: Params, params_embed: Params, x_bSD: Array, targets_bS: Array, weights_bS: Array, ctx: Context) -> Terms:
+        """Loss terms; the trainer minimises the sum of `loss_terms` coefficients x (sum / weight)."""
+        ...
+
+    def logits(self, params_head: Params, params_embed: Params, x_bSD: Array, ctx: Context) -> Array:
+        """This device's columns of the logits, for sampling."""
+        ...
+
+    @property
+    def loss_terms(self) -> Mapping[str, float]:
+        """Coefficients of the terms that are minimised; other terms are metrics."""
+        ...

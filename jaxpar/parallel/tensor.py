@@ -43,16 +43,16 @@ def index(layout: Layout, axes: tuple[str, ...]) -> Array | int:
     return lax.axis_index(axes) if axes else 0
 
 
-def select(layout: Layout, w: Array, array_dim: int, of: str) -> Array:
-    """From an unsplit dim, the part that serves this device's share of dim `of`.
+def select(layout: Layout, w: Array, array_dim: int, dim: str, of: str) -> Array:
+    """The part of an unsplit `dim` that serves this device's share of dim `of`; all of it when both are split alike.
 
     Key-value heads when `tensor` is a multiple of them: device r of n serves head floor(r * heads / n).
     """
     axes = layout.split(of)
-    ways, size = layout.size(axes), w.shape[array_dim]
-    if ways == 1:
+    if layout.split(dim) == axes:
         return w
+    ways, size = layout.size(axes), w.shape[array_dim]
     if ways % size:
-        raise LayoutError(f"a dim of size {size} cannot serve {ways} parts of {of!r}: {ways} must be a multiple of it")
+        raise LayoutError(f"{dim} of size {size} cannot serve {ways} parts of {of}: {ways} must be a multiple of it")
     start = lax.axis_index(axes) * size // ways
     return lax.dynamic_slice_in_dim(w, start, 1, array_dim)

@@ -1,0 +1,129 @@
+"""The concrete `Context` that a model is handed inside the step: layout-dependent functions behind dim names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxpar.config.layout import Layout
+from jaxpar.core.typing import Terms
+from jaxpar.mesh.sequence import sequence_order
+from jaxpar.ops import random
+from jaxpar.parallel import tensor, vocab
+
+# (q, k, v, global positions, segments or None, bits of attention dropout or None) -> output
+AttendFn = Callable[..., Array]
+SITE_ATTENTION = 1  # dropout site of attention probabilities
+
+
+@dataclass(frozen=True)
+class SpmdContext:
+    """Context of one microbatch on one device; `at` gives the same for one layer."""
+
+    layout: Layout
+    loss: vocab.LossSpec
+    attend_fn: AttendFn
+    context_method: str
+    seq_len: int
+    samples_b: Array
+    positions_bS: Array
+    segments_bS: Array | None
+    wide_dtype: Any
+    key: tuple[Array, Array] | None  # (seed, step) of the run; None: evaluation, no dropout
+    attention_dropout: float = 0.0
+    layer: Array | int = 0
+    shared: Any = field(default=None)  # what `Model.shared` made once for all layers
+
+    def at(self, layer: Array | int) -> "SpmdContext":
+        return replace(self, layer=layer)
+
+    def replace(self, **fields: Any) -> "SpmdContext":
+        return replace(self, **fields)
+
+    def enter(self, x_bSD: Array, dim: str) -> Array:
+        return tensor.enter(self.layout, x_bSD, dim)
+
+    def leave(self, y_bSD: Array, dim: str) -> Array:
+        return tensor.leave(self.layout, y_bSD, dim)
+
+    def select(self, w: Array, array_dim: int, dim: str, of: str) -> Array:
+        return tensor.select(self.layout, w, array_dim, dim, of)
+
+    def embed(self, table_VD: Array, ids_bS: Array) -> Array:
+        return vocab.embed(self.layout, table_VD, ids_bS)
+
+    def at_block_boundary(self, x_bSD: Array) -> Array:
+        """Per-token values [b, S, ...] of this device's `context` shard -> those of its tokens at a block boundary."""
+        if not self._tensor_seq_axes:
+            return x_bSD
+        size = x_bSD.shape[1] // self.layout.size(self._tensor_seq_axes)
+        return lax.dynamic_slice_in_dim(x_bSD, lax.axis_index(self._tensor_seq_axes) * size, size, 1)
+
+    def cross_entropy(self, x_bSD: Array, w_DV: Array, targets_bS: Array, weights_bS: Array) -> Terms:
+        return vocab.cross_entropy(self.layout, self.loss, self.enter(x_bSD, "vocab"), w_DV, targets_bS, weights_bS)
+
+    def logits(self, x_bSD: Array, w_DV: Array) -> Array:
+        """This device's columns of the logits, [b, S, V/tensor]; for sampling and for comparisons."""
+        x_bSD = self.enter(x_bSD, "vocab")
+        flat = vocab.logits(self.layout, self.loss, x_bSD.reshape(-1, x_bSD.shape[-1]), w_DV)
+        return flat.reshape(*x_bSD.shape[:2], -1)
+
+    def attend(self, q_bSHK: Array, k_bSGK: Array, v_bSGK: Array) -> Array:
+        words = None
+        if self.attention_dropout and self.key is not None:
+            words = self._attention_words
+        return self.attend_fn(
+            q_bSHK, k_bSGK, v_bSGK, index_S=self.seq_index_S, segments_bS=self.segments_bS, dropout_words=words
+        )
+
+    def dropout(self, x: Array, rate: float, site: int, dims: tuple[str, ...]) -> Array:
+        """dims: "batch", "seq" (inside a region) or "block_seq" (at a block boundary), then one feature dim."""
+        if not rate or self.key is None:
+            return x
+        position_S = self.block_seq_index_S if dims[1] == "block_seq" else self.seq_index_S
+        feature_axes = self.layout.split(dims[2])
+        feature = tensor.index(self.layout, feature_axes) * x.shape[2] + jnp.arange(x.shape[2])
+        words = random.bits(random.fold(self.key, self.layer, site), self.samples_b, position_S, feature)
+        return random.dropout(x, words, rate)
+
+    @property
+    def seq_index_S(self) -> Array:
+        """Natural position in the row of each token of this device's `context` shard."""
+        axes = self.layout.context_axes
+        order = sequence_order(self.seq_len, self.layout.size(axes), self.context_method)
+        if not axes:
+            return jnp.asarray(order, jnp.int32)
+        shards = jnp.asarray(np.asarray(order).reshape(self.layout.size(axes), -1), jnp.int32)
+        return lax.dynamic_index_in_dim(shards, lax.axis_index(axes), keepdims=False)
+
+    @property
+    def block_seq_index_S(self) -> Array:
+        """The same for the tokens held at a block boundary."""
+        return self.at_block_boundary(self.seq_index_S[None])[0]
+
+    @property
+    def _tensor_seq_axes(self) -> tuple[str, ...]:
+        return self.layout.live(("tensor",)) if self.layout.sequence_parallel else ()
+
+    def _attention_words(self, q_index_S: Array, k_index_T: Array, num_heads: int) -> Array:
+        """uint32 [b, H, S, T]: bits of attention dropout, each by its global head, query and key."""
+        assert self.key is not None
+        head_H = tensor.index(self.layout, self.layout.split("heads")) * num_heads + jnp.arange(num_heads)
+        words_bSHT = random.bits(random.fold(self.key, self.layer, SITE_ATTENTION), self.samples_b, q_index_S, head_H, k_index_T)
+        return jnp.swapaxes(words_bSHT, 1, 2)
+
+    def whole_sequence(self, x_bSD: Array) -> Array:
+        axes = self.layout.context_axes
+        if not axes:
+            return x_bSD
+        gathered = lax.all_gather(x_bSD, axes, axis=1, tiled=True)
+        order = sequence_order(self.seq_len, self.layout.size(axes), self.context_method)
+        return jnp.take(gathered, np.argsort(order), axis=1)
+
+    def my_sequence(self, x_bSD: Array) -> Array:
+        return jnp.take(x_bSD, self.seq_index_S, axis=1) if self.layout.context_axes else x_bSD
+

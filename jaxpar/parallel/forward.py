@@ -1,0 +1,91 @@
+"""The model's forward pass on one microbatch: embed, scanned blocks, head; remat and ZeRO gathers around each layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config.layout import Layout
+from jaxpar.config.train import RematConfig
+from jaxpar.core.protocols import Model
+from jaxpar.core.typing import Array, Params, PyTree, Terms
+from jaxpar.mesh.specs import is_plan
+from jaxpar.parallel.ctx import AttendFn, SpmdContext
+from jaxpar.parallel.vocab import LossSpec
+from jaxpar.parallel.zero import prepare
+
+Batch = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """All that is fixed when the step is traced."""
+
+    model: Model
+    layout: Layout
+    plans: PyTree  # LeafPlan of every stored parameter
+    attend: AttendFn
+    context_method: str
+    loss: LossSpec
+    remat: RematConfig
+    compute_dtype: Any
+    seq_len: int
+    attention_dropout: float = 0.0
+
+    def context(self, batch: Batch, key: tuple[Array, Array] | None) -> SpmdContext:
+        """Context of one microbatch of this device."""
+        wide = jnp.promote_types(self.compute_dtype, jnp.float32)
+        ctx = SpmdContext(
+            layout=self.layout,
+            loss=self.loss,
+            attend_fn=self.attend,
+            context_method=self.context_method,
+            seq_len=self.seq_len,
+            samples_b=batch["samples"],
+            positions_bS=batch["tokens"],
+            segments_bS=batch.get("segments"),
+            wide_dtype=wide,
+            key=key,
+            attention_dropout=self.attention_dropout,
+        )
+        # Rows that are not packed all count from 0: one row of positions serves the batch.
+        ctx = ctx.replace(positions_bS=batch["positions"] if "positions" in batch else ctx.seq_index_S[None])
+        return ctx.replace(shared=self.model.shared(ctx))
+
+    def terms(self, params: Params, batch: Batch, key: tuple[Array, Array] | None) -> Terms:
+        """Loss terms and metrics of this device's tokens, as (sum, weight)."""
+        ctx = self.context(batch, key)
+        embed = self._prepare("embed", params["embed"])
+        x_bSD, aux = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
+        head = self._prepare("head", params["head"])
+        return aux | self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx)
+
+    def logits(self, params: Params, batch: Batch) -> Array:
+        """This device's columns of the logits [b, S, V/tensor]."""
+        ctx = self.context(batch, None)
+        embed = self._prepare("embed", params["embed"])
+        x_bSD, _ = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
+        return self.model.logits(self._prepare("head", params["head"]), embed, x_bSD, ctx)
+
+    def _blocks(self, params: Params, x_bSD: Array, ctx: SpmdContext) -> tuple[Array, Terms]:
+        def layer(x_bSD: Array, layer_params: tuple[Params, Array]) -> tuple[Array, Terms]:
+            weights, index = layer_params
+            return self.model.block(self._prepare("blocks", weights), x_bSD, ctx.at(index))
+
+        layers = jnp.arange(self.model.num_layers, dtype=jnp.int32)
+        x_bSD, stacked = lax.scan(self._remat(layer), x_bSD, (params["blocks"], layers))
+        return x_bSD, {name: (jnp.sum(total), jnp.sum(weight)) for name, (total, weight) in stacked.items()}
+
+    def _prepare(self, part: str, weights: Params) -> Params:
+        one = lambda plan, w: prepare(self.layout, plan, w, self.compute_dtype, stacked=part == "blocks")
+        return jax.tree.map(one, self.plans[part], weights, is_leaf=is_plan)
+
+    def _remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        if self.remat.policy == "none":
+            return layer
+        names = self.remat.save if self.remat.policy == "selective" else ()
+        # prevent_cse=False: inside a scan XLA cannot merge the recomputation with the forward pass anyway.
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
