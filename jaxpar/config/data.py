@@ -1,39 +1,78 @@
 """`data:` where tokens come from and how rows are cut."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from jaxpar.config.base import Section
 
 SourceName = Literal["stdlib", "text", "jsonl", "tokens", "synthetic"]
+FILE_SOURCES = ("text", "jsonl", "tokens")
+Paths = str | tuple[str, ...]
 
 
-class SourceConfig(Section):
-    """One source of documents."""
+class SourceFields(Section):
+    """What describes one source; the same keys stand under `data:` and under each part of `data.mixture:`."""
 
-    source: SourceName
-    path: str | tuple[str, ...] | None = None  # files or folders (text, jsonl, tokens); patterns allowed
-    weight: PositiveFloat = 1.0  # share in a mixture, normalised over its parts
+    path: Paths | None = None  # files, folders or patterns (text, jsonl, tokens)
+    eval_path: Paths | None = None  # files held out whole; then `path` is all for training
     field: str = "text"  # jsonl: the field that holds the text
     dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: width of a headerless file; .bin with .idx says its own
     encoding_errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8: stop, or put U+FFFD
     num_tokens: PositiveInt = 1_000_000  # synthetic: length of the stream
+    piece_tokens: PositiveInt | None = None  # cut longer documents into documents of this length (shuffling, held-out part)
+
+    def check_source(self, source: SourceName, where: str) -> None:
+        """ValueError when a source lacks its path, or one that reads no files has one."""
+        if source in FILE_SOURCES and not self.path:
+            raise ValueError(f"{where} {source!r} reads files: set path to files, folders or patterns")
+        if source not in FILE_SOURCES and (self.path or self.eval_path):
+            raise ValueError(f"{where} {source!r} reads no files of yours: drop path and eval_path, or choose one of {', '.join(FILE_SOURCES)}")
 
 
-class DataConfig(Section):
+class SourceConfig(SourceFields):
+    """One source of documents in a mixture."""
+
+    source: SourceName
+    weight: PositiveFloat = 1.0  # share of the samples, normalised over the mixture
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_source(self.source, "source")
+        return self
+
+
+class DataConfig(SourceFields):
     """Documents are shuffled, concatenated and cut into rows of seq_len + 1 tokens (inputs and targets)."""
 
     source: SourceName | None = None  # one source by name; several under `mixture`
-    path: str | tuple[str, ...] | None = None
-    field: str = "text"
-    dtype: Literal["uint16", "uint32"] = "uint16"
-    encoding_errors: Literal["strict", "replace"] = "strict"
-    num_tokens: PositiveInt = 1_000_000
     mixture: tuple[SourceConfig, ...] = ()
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
+    eod_token: int | str | None = None  # end of document, by id or name; None: the tokenizer's own
     seq_len: PositiveInt
     global_batch_size: PositiveInt  # rows (sequences) an optimizer step, over all devices
     isolate_documents: bool = True  # attention never crosses a document in a packed row; positions restart
-    eval_fraction: float = Field(0.02, ge=0.0, lt=1.0)  # documents held out, by hash of their content
+    eval_fraction: float = Field(0.02, ge=0.0, lt=1.0)  # documents held out, by hash of their content; 0: none
     prefetch: PositiveInt = 2  # batches prepared ahead
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.source is None) == (not self.mixture):
+            found = "neither" if self.source is None else "both"
+            raise ValueError(f"set one of source (one kind of data) and mixture (several, weighted); found {found}")
+        if self.source is not None:
+            self.check_source(self.source, "source")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The sources as one mixture, of one part when `source` is set."""
+        if self.source is None:
+            return self.mixture
+        shared = {name: getattr(self, name) for name in SourceFields.model_fields}
+        return (SourceConfig(source=self.source, **shared),)
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether anything is held out for evaluation."""
+        return self.eval_fraction > 0 or any(part.eval_path for part in self.parts)
