@@ -49,8 +49,8 @@ class DataConfig(SourceFields):
     mixture: tuple[SourceConfig, ...] = ()
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     eod_token: int | str | None = None  # end of document, by id or name; None: the tokenizer's own
-    seq_len: PositiveInt
-    global_batch_size: PositiveInt  # rows (sequences) an optimizer step, over all devices
+    seq_len: PositiveInt = Field(examples=[256])
+    global_batch_size: PositiveInt = Field(examples=[16])  # rows (sequences) an optimizer step, over all devices
     isolate_documents: bool = True  # attention never crosses a document in a packed row; positions restart
     eval_fraction: float = Field(0.02, ge=0.0, lt=1.0)  # documents held out, by hash of their content; 0: none
     prefetch: PositiveInt = 2  # batches prepared ahead

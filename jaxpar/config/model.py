@@ -19,13 +19,13 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    num_layers: PositiveInt
-    embed_dim: PositiveInt
-    num_heads: PositiveInt
+    num_layers: PositiveInt = Field(examples=[4])
+    embed_dim: PositiveInt = Field(examples=[128])
+    num_heads: PositiveInt = Field(examples=[8])
     num_kv_heads: PositiveInt | None = None  # None: as many as num_heads
     head_dim: PositiveInt | None = None  # None: embed_dim / num_heads
-    mlp_dim: PositiveInt
-    vocab_size: PositiveInt
+    mlp_dim: PositiveInt = Field(examples=[352])
+    vocab_size: PositiveInt = Field(examples=[257])
     vocab_multiple: PositiveInt = 1  # stored vocabulary is padded up to a multiple of this; padded logits never count
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxpar.config.base import Section
 from jaxpar.config.data import DataConfig
@@ -19,7 +19,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
-    rules: dict[str, str | tuple[str, ...] | None] = {}  # dim -> mesh axes, over the defaults of `rules.py`
+    rules: dict[str, str | tuple[str, ...] | None] = {}  # dim -> mesh axes, over `layout.DEFAULT_RULES`; null: not split
     sequence_parallel: bool = True  # `tensor` also splits the sequence at block boundaries
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_microbatches: PositiveInt = 1
@@ -29,7 +29,7 @@ class RunConfig(Section):
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     param_dtype: Literal["float32", "float64"] = "float32"
     loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits exist at once on a device
-    z_loss: NonNegativeFloat = Field(0.0)  # coefficient of mean(logsumexp(logits)^2) (PaLM, section 5)
+    z_loss: NonNegativeFloat = 0.0  # coefficient of mean(logsumexp(logits)^2) (PaLM, section 5)
     data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig

@@ -7,10 +7,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from jaxpar.config.base import Section
 
 
+# Values that a block names for `jax.ad_checkpoint.checkpoint_name`.
+REMAT_NAMES = ("query", "key", "value", "attention", "mlp_hidden")
+
+
 class TrainConfig(Section):
     """The loop."""
 
-    steps: PositiveInt
+    steps: PositiveInt = Field(examples=[120])
     eval_every: NonNegativeInt = 0  # 0: only at the end
     eval_batches: PositiveInt = 8
     log_every: PositiveInt = 1
@@ -40,7 +44,7 @@ class RematConfig(Section):
 
     policy: Literal["none", "full", "selective"] = "none"
     # selective: names that are saved (jax.ad_checkpoint.checkpoint_name), everything else is recomputed
-    save: tuple[str, ...] = ("query", "key", "value", "attention", "mlp_hidden")
+    save: tuple[str, ...] = REMAT_NAMES
 
 
 class ContextConfig(Section):

@@ -1,0 +1,171 @@
+"""Sizes against the axes that split them: each part of a dim must be a whole number, or it is an error that says which sizes work."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+
+from jaxpar.config.axes import AXES, BATCH_AXES, DIMS
+from jaxpar.config.layout import Layout, LayoutError, plan_leaf
+from jaxpar.config.problem import Problem
+from jaxpar.config.run import RunConfig
+from jaxpar.config.sizes import parameter_table
+
+MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)
+SHOWN = 16  # sizes listed in a message
+
+# What a dim may be split over. Dims not named here (of the user's own) are treated as `mlp`.
+ALLOWED: Mapping[str, tuple[str, ...]] = {
+    "layers": ("pipe",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": (),  # activations keep these whole; ZeRO shards stored parameters on top of the rules
+    "head_dim": (),
+    "positions": (),
+    "batch": BATCH_AXES,
+    "seq": ("context",),
+}
+MUST = {"batch": BATCH_AXES, "seq": ("context",), "layers": ("pipe",)}  # left out, devices would compute the same twice
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def near_multiples(n: int, of: int) -> str:
+    """The multiples of `of` around n, for a message."""
+    below = n // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def rule_problems(rules: Mapping[str, str | tuple[str, ...] | None]) -> Iterator[Problem]:
+    """`rules:` unknown axes, an axis spent twice, a split that the maths does not allow."""
+    split: dict[str, tuple[str, ...]] = {}
+    for dim, value in rules.items():
+        key = f"rules.{dim}"
+        axes = split[dim] = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+        near = difflib.get_close_matches(dim, DIMS, 1, 0.79)
+        if dim not in DIMS and near:
+            yield Problem((key,), f"{key}: unknown dim, nearly the name of {near[0]!r}; write rules.{near[0]}, or a name less like it")
+        for axis in axes:
+            if axis not in AXES:
+                closest = difflib.get_close_matches(axis, AXES, 1)
+                hint = f"did you mean {closest[0]}?" if closest else f"axes are {', '.join(AXES)}"
+                yield Problem((key,), f"{key}: unknown mesh axis {axis!r}; {hint}")
+            elif axes.count(axis) > 1:
+                yield Problem((key,), f"{key}: mesh axis {axis} is used twice; write [{', '.join(dict.fromkeys(axes))}]")
+                break
+            elif axis not in ALLOWED.get(dim, ("tensor",)):
+                yield Problem((key,), f"{key}: {dim} cannot be split over {axis}; {_allowed(dim, axis)}")
+        lacking = [axis for axis in MUST.get(dim, ()) if axis not in axes]
+        if lacking:
+            yield Problem((key,), f"{key}: lacks {', '.join(lacking)}, whose devices would all compute the same; write [{', '.join(MUST[dim])}]")
+    if not split.get("heads", ("tensor",)) and split.get("kv_heads", ("tensor",)):
+        text = "rules.kv_heads: split over tensor while heads are whole; set rules.kv_heads=null as well"
+        yield Problem(("rules.heads", "rules.kv_heads"), text)
+
+
+def _allowed(dim: str, axis: str) -> str:
+    axes = ALLOWED.get(dim, ("tensor",))
+    works = f"[{', '.join(axes)}] or null" if axes and dim not in MUST else f"[{', '.join(axes)}]" if axes else "null"
+    zero = " (zero_stage: 3 shards parameters over data, expert and context)" if axis in ("data", "expert", "context") and dim not in MUST else ""
+    return f"write {works}{zero}"
+
+
+def split_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Every dim of the model and of a batch against the axes of `layout`."""
+    yield from _dim_problems(config, layout)
+    yield from _sequence_problems(config, layout)
+    yield from _batch_problems(config, layout)
+    yield from _zero_problems(config, layout)
+
+
+def _dim_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    model = config.model
+    dims = {
+        "heads": ("model.num_heads", model.num_heads),
+        "kv_heads": ("model.num_kv_heads" if model.num_kv_heads else "model.num_heads", model.kv_heads),
+        "mlp": ("model.mlp_dim", model.mlp_dim),
+        "vocab": ("model.vocab_size", model.padded_vocab_size),
+        "layers": ("model.num_layers", model.num_layers),
+    }
+    for dim, (key, size) in dims.items():
+        ways, axes = layout.ways(dim), layout.split(dim)
+        if size % ways == 0 or (dim == "kv_heads" and not model.num_kv_heads):
+            continue
+        named = " x ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in axes)
+        fitting = [n for n in range(1, max(ways, 2 * size if dim == "kv_heads" else 1) + 1) if _fits(dim, size, n)][:SHOWN]
+        works = f"{key}={near_multiples(size, ways)} would, or mesh.{axes[-1]} of {', '.join(map(str, fitting))}"
+        if dim == "vocab":
+            multiple = math.lcm(model.vocab_multiple, ways)
+            padded = -(-model.vocab_size // multiple) * multiple
+            works = f"model.vocab_multiple={multiple} pads it to {padded}, or mesh.{axes[-1]} of {', '.join(map(str, fitting))}"
+        if dim == "kv_heads":
+            works = f"mesh.{axes[-1]} may be {', '.join(map(str, fitting))} (a divisor, or a multiple that repeats them)"
+        size_text = f"{model.vocab_size} (stored as {size})" if dim == "vocab" else str(size)
+        keys = (key, "model.vocab_multiple") if dim == "vocab" else (key,)
+        yield Problem((*keys, *MESH_KEYS), f"{key}: {size_text} does not divide over {named}; {works}")
+
+
+def _fits(dim: str, size: int, ways: int) -> bool:
+    return size % ways == 0 or (dim == "kv_heads" and ways % size == 0)
+
+
+def _sequence_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Ring: 2 x context chunks (a zig-zag of two a device). Sequence parallel: each context part again over tensor."""
+    context, tensor, seq_len = layout.ways("seq"), layout.sizes["tensor"], config.data.seq_len
+    reasons, multiple = [], context
+    if context > 1 and config.context.method == "ring":
+        reasons.append(f"ring attention: 2 x mesh.context={context}")
+        multiple = math.lcm(multiple, 2 * context)
+    elif context > 1:
+        reasons.append(f"mesh.context={context}")
+    if config.sequence_parallel and tensor > 1:
+        reasons.append(f"sequence_parallel: context {context} x mesh.tensor={tensor}")
+        multiple = math.lcm(multiple, context * tensor)
+    keys = ("data.seq_len", "context.method", "sequence_parallel", *MESH_KEYS)
+    if seq_len % multiple:
+        near = near_multiples(seq_len, multiple)
+        yield Problem(keys, f"data.seq_len: {seq_len} is not a multiple of {multiple} ({'; '.join(reasons)}); {near} would work")
+    heads = config.model.num_heads // layout.ways("heads")
+    if context > 1 and config.context.method == "ulysses" and config.model.num_heads % layout.ways("heads") == 0 and heads % context:
+        legal = ", ".join(map(str, divisors(heads)))
+        text = f"mesh.context: {context} does not divide the {heads} heads of a tensor rank, which context.method=ulysses needs"
+        yield Problem(("context.method", "model.num_heads", *MESH_KEYS), f"{text}; mesh.context may be {legal}, or context.method=ring")
+
+
+def _batch_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    rows, parts, shards = config.data.global_batch_size, config.num_microbatches, layout.ways("batch")
+    if rows % (parts * shards) == 0:
+        return
+    axes = " x ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in layout.batch_axes) or "1"
+    works = f"data.global_batch_size={near_multiples(rows, parts * shards)} would work"
+    if rows % shards == 0:
+        works += f", or num_microbatches of {', '.join(map(str, divisors(rows // shards)[:SHOWN]))}"
+    text = f"data.global_batch_size: {rows} is not a multiple of num_microbatches={parts} x batch shards {shards} ({axes})"
+    yield Problem(("data.global_batch_size", "num_microbatches", *MESH_KEYS), f"{text}; {works}")
+
+
+def _zero_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """A matrix that ZeRO cannot shard would be replicated in silence; norms and biases may be."""
+    model = config.model
+    ways = layout.size(layout.zero_axes)
+    if config.zero_stage == 0 or ways == 1 or (model.positions == "learned" and model.max_positions is None):
+        return
+    stuck = []
+    for leaf in parameter_table(model):
+        try:
+            plan = plan_leaf(layout, leaf.path, leaf.names, leaf.shape)
+        except LayoutError:
+            continue  # reported by its dim
+        if plan.zero_dim is None and leaf.path.endswith((".kernel", ".table")):
+            stuck.append(leaf)
+    if stuck:
+        shape = " x ".join(map(str, stuck[0].shape))
+        axes = " x ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in layout.zero_axes)
+        more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
+        legal = ", ".join(map(str, divisors(model.embed_dim)[:SHOWN]))
+        text = f"zero_stage: {config.zero_stage} cannot shard {stuck[0].path} ({shape}){more} over {axes} = {ways}: no free dim divides"
+        keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", *MESH_KEYS)
+        yield Problem(keys, f"{text}; zero_stage=0 would work, or data x context of {legal} (they divide model.embed_dim={model.embed_dim})")

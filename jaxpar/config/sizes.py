@@ -1,0 +1,154 @@
+"""Parameters, FLOPs and bytes of state, from the config alone.
+
+FLOP convention: 2 a multiply-add, matrix products only (no embedding lookup, norms, softmax, recomputation, padded
+vocabulary); training is 3 x the forward pass (Kaplan et al. 2020, section 2.1; PaLM, appendix B). Attention counts scores and
+weighted sum, 2 products of seq_len x head_dim a head; `causal` counts the half that a causal mask keeps.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from jaxpar.config.layout import Layout, plan_leaf
+from jaxpar.config.model import ModelConfig
+from jaxpar.config.run import RunConfig
+
+DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter: its path in the tree, dim names and global shape."""
+
+    path: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameter_table(model: ModelConfig) -> list[Leaf]:
+    """Every parameter in the tree's order; blocks are stacked on a leading `layers` dim. The vocabulary is as stored (padded)."""
+    if model.positions == "learned" and model.max_positions is None:
+        raise ValueError("model.max_positions: required with positions: learned")
+    dims = {
+        "layers": model.num_layers,
+        "vocab": model.padded_vocab_size,
+        "embed": model.embed_dim,
+        "heads": model.num_heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "mlp": model.mlp_dim,
+        "positions": model.max_positions or 0,
+    }
+    rows: list[tuple[str, tuple[str, ...]]] = [("embed.tokens.table", ("vocab", "embed"))]
+    if model.positions == "learned":
+        rows.append(("embed.positions.table", ("positions", "embed")))
+    rows += [(f"blocks.{path}", ("layers", *names)) for path, names in _block_rows(model)]
+    rows += _norm_rows(model, "head.norm")
+    if not model.tied_embeddings:
+        rows.append(("head.out.kernel", ("embed", "vocab")))
+    return [Leaf(path, names, tuple(dims[name] for name in names)) for path, names in rows]
+
+
+def _norm_rows(model: ModelConfig, path: str) -> list[tuple[str, tuple[str, ...]]]:
+    scale = [(f"{path}.scale", ("embed",))]
+    return scale + [(f"{path}.bias", ("embed",))] if model.norm == "layernorm" else scale
+
+
+def _block_rows(model: ModelConfig) -> list[tuple[str, tuple[str, ...]]]:
+    attention = {
+        "query": ("embed", "heads", "head_dim"),
+        "key": ("embed", "kv_heads", "head_dim"),
+        "value": ("embed", "kv_heads", "head_dim"),
+        "out": ("heads", "head_dim", "embed"),
+    }
+    mlp = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    if model.activation == "swiglu":
+        mlp = {"gate": ("embed", "mlp"), **mlp}
+
+    def linear(path: str, names: tuple[str, ...], num_in: int) -> list[tuple[str, tuple[str, ...]]]:
+        return [(f"{path}.kernel", names)] + ([(f"{path}.bias", names[num_in:])] if model.bias else [])
+
+    rows = _norm_rows(model, "attention_norm")
+    for name, names in attention.items():
+        rows += linear(f"attention.{name}", names, 2 if name == "out" else 1)
+    if model.qk_norm:
+        rows += [("attention.query_norm.scale", ("head_dim",)), ("attention.key_norm.scale", ("head_dim",))]
+    rows += _norm_rows(model, "mlp_norm")
+    for name, names in mlp.items():
+        rows += linear(f"mlp.{name}", names, 1)
+    return rows
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the model as published: vocabulary not padded, tied embeddings once."""
+    return sum(leaf.size for leaf in parameter_table(model.model_copy(update={"vocab_multiple": 1})))
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Parameters that a token is multiplied with: kernels, and the output head also when it is the tied table."""
+    untied = model.model_copy(update={"vocab_multiple": 1, "tied_embeddings": False})
+    return sum(leaf.size for leaf in parameter_table(untied) if leaf.path.endswith(".kernel"))
+
+
+def forward_flops_per_token(model: ModelConfig, seq_len: int, causal: bool = True) -> int:
+    """FLOPs of the forward pass a token: 2 x matmul parameters + layers x 4 x keys x heads x head_dim.
+
+    keys a token sees: seq_len (causal=False, what a kernel without a mask computes), seq_len / 2 (causal), and with a
+    sliding window w < seq_len, w - w^2 / (2 seq_len): the area that the mask keeps.
+    """
+    window = min(model.sliding_window or seq_len, seq_len)
+    keys_by_seq = window * seq_len - window * window // 2 if causal else seq_len * seq_len  # keys x seq_len, a whole number
+    attention = 4 * model.num_layers * model.num_heads * model.head_size * keys_by_seq // seq_len
+    return 2 * matmul_parameters(model) + attention
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int, causal: bool = True) -> int:
+    """FLOPs of a training step a token: forward, and twice as much backward. Recomputation (remat) does not count."""
+    return 3 * forward_flops_per_token(model, seq_len, causal)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes a device holds between steps (parameters, optimizer) and at the end of the backward pass (gradients)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    replicated: tuple[Leaf, ...]  # leaves that ZeRO cannot shard: norms, biases
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes_per_device(config: RunConfig, layout: Layout) -> StateBytes:
+    """Exact bytes of parameters, gradient accumulators and optimizer state on one device.
+
+    Each leaf: elements / (axes of its dims) and, from ZeRO stage 1 (optimizer), 2 (gradients), 3 (parameters) on, also / (data x
+    expert x context) where a free dim divides. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
+    """
+    width = DTYPE_BYTES[config.param_dtype]
+    live = layout.zero_axes
+    totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    from_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}
+    replicated = []
+    for leaf in parameter_table(config.model):
+        plan = plan_leaf(layout, leaf.path, leaf.names, leaf.shape)
+        if live and plan.zero_dim is None:
+            replicated.append(leaf)
+        for kind in totals:
+            spec = plan.spec(live if layout.zero_stage >= from_stage[kind] else ())
+            shape = tuple(size // layout.size(axes) for size, axes in zip(leaf.shape, spec, strict=True))
+            elements = optimizer_elements(config, replace(leaf, shape=shape)) if kind == "optimizer" else math.prod(shape)
+            totals[kind] += width * elements
+    return StateBytes(**totals, replicated=tuple(replicated))
+
+
+def optimizer_elements(config: RunConfig, leaf: Leaf) -> int:
+    """Elements of optimizer state beside a parameter of `leaf.shape` (a few scalars of the whole chain left out)."""
+    optimizer = config.optimizer
+    moments = {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.momentum else 0}
+    return moments[optimizer.name] * leaf.size
