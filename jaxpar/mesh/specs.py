@@ -5,6 +5,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config.layout import Layout, LayoutError, LeafPlan, plan_leaf
+from jaxpar.core.tree import path_name
 from jaxpar.core.typing import PyTree
 
 is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
@@ -29,11 +30,6 @@ def plan_tree(layout: Layout, names: PyTree, shapes: PyTree) -> PyTree:
     if problems:
         raise LayoutError("\n".join(problems))
     return plans
-
-
-def path_name(path: tuple) -> str:
-    """('blocks', 'mlp', 'up', 'kernel') -> "blocks.mlp.up.kernel"."""
-    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def to_spec(axes: tuple[tuple[str, ...], ...]) -> P:

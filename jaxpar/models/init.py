@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.core.protocols import Model, ParamSpec
+from jaxpar.core.tree import path_name
 from jaxpar.core.typing import Array, Params
-from jaxpar.mesh.specs import path_name
 from jaxpar.ops.random import init_key
 
 

@@ -1,0 +1,156 @@
+"""The composition root: the only place where a string of the config becomes a callable."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxpar.checkpoint.store import CheckpointStore
+from jaxpar.config.checks import layout_of
+from jaxpar.config.layout import Layout
+from jaxpar.config.run import RunConfig
+from jaxpar.core.protocols import Model
+from jaxpar.core.typing import Array, Params
+from jaxpar.data.loader import Dataset, open_dataset
+from jaxpar.mesh.build import build_mesh
+from jaxpar.models.init import init_params, param_names, param_shapes
+from jaxpar.models.transformer import Transformer
+from jaxpar.ops.attention import AttentionSpec, choose_kernel
+from jaxpar.optim.build import build_optimizer, clip_factor
+from jaxpar.optim.schedule import learning_rate
+from jaxpar.optim.specs import state_specs
+from jaxpar.parallel.context.select import METHODS
+from jaxpar.parallel.ctx import AttendFn
+from jaxpar.parallel.forward import Forward
+from jaxpar.parallel.vocab import LossSpec
+from jaxpar.step.eval_step import EvalFn, make_eval_step
+from jaxpar.step.feed import Feed
+from jaxpar.step.placement import Placement, place
+from jaxpar.step.sample_step import SampleFn, make_sample_step
+from jaxpar.step.state import TrainState
+from jaxpar.step.train_step import StepFn, make_train_step
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of; inspect or replace any before `fit`."""
+
+    config: RunConfig
+    layout: Layout
+    mesh: Mesh
+    model: Model
+    forward: Forward
+    placement: Placement
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable[[Array], Array]
+    feed: Feed
+    attention: str  # which kernel runs, in words
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run.dir or f"runs/{self.config.name}")
+
+    @cached_property
+    def init_state(self) -> Callable[[], TrainState]:
+        """Makes the state at step 0, sharded from the start."""
+        return jax.jit(self._initial, out_shardings=self.placement.state_shardings)
+
+    def _initial(self) -> TrainState:
+        params = init_params(self.model, self.config.seed, self.config.param_dtype)
+        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    @cached_property
+    def train_step(self) -> StepFn:
+        """jit of the pure step; the state is donated."""
+        max_norm = self.config.optimizer.max_grad_norm
+        clip = partial(clip_factor, max_norm=max_norm) if max_norm else jnp.ones_like
+        step = make_train_step(self.forward, self.placement, self.optimizer, self.learning_rate, clip, self.config.seed)
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.placement.state_shardings, self.placement.replicated))
+
+    @cached_property
+    def eval_step(self) -> EvalFn:
+        return jax.jit(make_eval_step(self.forward, self.placement))
+
+    @cached_property
+    def sample_step(self) -> SampleFn:
+        return jax.jit(make_sample_step(self.forward, self.placement, jnp.asarray(self.feed.order), self.config.seed))
+
+    @cached_property
+    def train_data(self) -> Dataset:
+        return self._open("train")
+
+    @cached_property
+    def eval_data(self) -> Dataset:
+        return self._open("eval")
+
+    def _open(self, split: str) -> Dataset:
+        c = self.config
+        return open_dataset(c.data, c.seed, c.model.vocab_size, split, self.run_dir / "data_index")
+
+    @cached_property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.run_dir / "checkpoints", self.config.checkpoint)
+
+
+def build(config: RunConfig, *, model: Model | None = None, devices: list[jax.Device] | None = None) -> Parts:
+    """Parts of a run on these devices (default: all). model: one of your own in place of the config's transformer.
+
+    Raises ValueError with everything that does not fit, before any array is made.
+    """
+    devices = jax.devices() if devices is None else devices
+    layout = layout_of(config, len(devices))
+    mesh = build_mesh(layout, devices)
+    model = Transformer(config.model) if model is None else model
+    attend, attention = build_attention(config, layout, devices[0].platform)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model))
+    shapes = param_shapes(model, config.param_dtype)
+    placement = place(layout, mesh, param_names(model), shapes, optimizer, state_specs)
+    forward = Forward(
+        model=model,
+        layout=layout,
+        plans=placement.plans,
+        attend=attend,
+        context_method=config.context.method,
+        loss=LossSpec(config.model.vocab_size, config.loss_chunk_tokens, config.z_loss, config.model.logits_softcap),
+        remat=config.remat,
+        compute_dtype=jnp.dtype(config.compute_dtype),
+        seq_len=config.data.seq_len,
+        attention_dropout=config.model.attention_dropout,
+    )
+    feed = Feed(layout, mesh, config.context.method, config.data.seq_len, config.data.isolate_documents, config.param_dtype)
+    rate = learning_rate(config.optimizer, config.train.steps)
+    return Parts(config, layout, mesh, model, forward, placement, optimizer, rate, feed, attention)
+
+
+def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[AttendFn, str]:
+    """The attention function of a layout, and which kernel it runs, in words."""
+    m = config.model
+    spec = AttentionSpec(causal=True, window=m.sliding_window, softcap=m.attention_softcap, dropout=m.attention_dropout)
+    dtype = jnp.dtype(config.compute_dtype)
+    kernel, words = choose_kernel(config.attention, platform, dtype, m.head_size, spec, segments=config.data.isolate_documents)
+    axes = layout.context_axes
+    if not axes:
+        return partial(attend_locally, kernel=kernel, spec=spec), words
+    ways = layout.size(axes)
+    return partial(METHODS[config.context.method], kernel=kernel, spec=spec, axis=axes[0], ways=ways), f"{words}, {config.context.method}"
+
+
+def attend_locally(q_bSHK, k_bSGK, v_bSGK, *, kernel, spec, index_S, segments_bS=None, dropout_words=None) -> Array:  # noqa: ANN001
+    """Attention where the whole sequence is at hand."""
+    return kernel(
+        q_bSHK,
+        k_bSGK,
+        v_bSGK,
+        spec=spec,
+        q_index_S=index_S,
+        k_index_T=index_S,
+        q_segments_bS=segments_bS,
+        k_segments_bT=segments_bS,
+        aligned=True,
+        dropout_words=dropout_words,
+    )

@@ -1,0 +1,17 @@
+"""What a step changes: parameters, optimizer state, number of updates done."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxpar.core.typing import Array, Params, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a checkpoint holds; randomness is a function of the seed and `step`."""
+
+    params: Params
+    opt_state: PyTree
+    step: Array  # int32: optimizer steps taken, counting skipped ones
