@@ -4,17 +4,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpar.core.dtypes import wide
+
 
 def rms_norm(x: Float[Array, "*n D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "*n D"]:
     """x / rms(x) * scale (Zhang and Sennrich, arXiv 1910.07467)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * inverse).astype(x.dtype) * scale_D
+    x_wide = x.astype(wide(x.dtype))
+    inverse = lax.rsqrt(jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True) + eps)
+    return (x_wide * inverse).astype(x.dtype) * scale_D
 
 
 def layer_norm(x: Float[Array, "*n D"], scale_D: Float[Array, "D"], bias_D: Float[Array, "D"], eps: float) -> Float[Array, "*n D"]:
     """(x - mean) / std * scale + bias (Ba et al., arXiv 1607.06450)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    x_wide = x.astype(wide(x.dtype))
+    centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
     return (centred * inverse).astype(x.dtype) * scale_D + bias_D

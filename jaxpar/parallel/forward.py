@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxpar.config.layout import Layout
 from jaxpar.config.train import RematConfig
+from jaxpar.core.dtypes import wide
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.mesh.specs import is_plan
@@ -37,7 +38,6 @@ class Forward:
 
     def context(self, batch: Batch, key: tuple[Array, Array] | None) -> SpmdContext:
         """Context of one microbatch of this device."""
-        wide = jnp.promote_types(self.compute_dtype, jnp.float32)
         ctx = SpmdContext(
             layout=self.layout,
             loss=self.loss,
@@ -47,7 +47,7 @@ class Forward:
             samples_b=batch["samples"],
             positions_bS=batch["tokens"],
             segments_bS=batch.get("segments"),
-            wide_dtype=wide,
+            wide_dtype=wide(self.compute_dtype),
             key=key,
             attention_dropout=self.attention_dropout,
         )

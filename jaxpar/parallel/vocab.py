@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpar.config.layout import Layout
+from jaxpar.core.dtypes import wide
 from jaxpar.core.typing import Terms
 from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.tensor import index, leave
@@ -39,7 +40,7 @@ def embed(layout: Layout, table_VD: Float[Array, "V D"], ids_bS: Int[Array, "b S
 
 def logits(layout: Layout, spec: LossSpec, x_nD: Float[Array, "n D"], w_DV: Float[Array, "D V"]) -> Float[Array, "n V"]:
     """This device's columns of the logits, float32 at least; padded columns are -inf."""
-    dtype = jnp.promote_types(x_nD.dtype, jnp.float32)
+    dtype = wide(x_nD.dtype)
     out_nV = jnp.matmul(x_nD, w_DV, preferred_element_type=dtype)
     if spec.softcap is not None:
         out_nV = spec.softcap * jnp.tanh(out_nV / spec.softcap)
@@ -110,7 +111,7 @@ def _chunked(chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, we
 def _chunked_fwd(
     chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, weights_cn: Array
 ) -> tuple[Sums, tuple[Array, Array]]:
-    accumulator = jnp.promote_types(w_DV.dtype, jnp.float32)
+    accumulator = wide(w_DV.dtype)
 
     def one(x_nD: Array, targets_n: Array, weights_n: Array) -> tuple[Sums, Array, Array]:
         sums, pullback = jax.vjp(lambda x, w: chunk_fn(x, w, targets_n, weights_n), x_nD, w_DV)

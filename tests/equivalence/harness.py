@@ -1,0 +1,137 @@
+"""One program under two layouts: loss terms and every gradient leaf of the product's own step, compared by relative L2.
+
+Gates of design section 8. float64: each leaf within 1e-11 of one device. float32: its error against the float64
+one-device gradient is at most 4 times that of one device in float32.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.build import Parts, build
+from jaxpar.config.run import RunConfig
+from jaxpar.core.tree import named_leaves
+from jaxpar.models.init import init_params
+from jaxpar.step.train_step import make_gradients
+
+FLOAT64_GATE = 1e-11
+FLOAT32_FACTOR = 4.0
+
+BASE: Mapping[str, Any] = {
+    "model": {"num_layers": 4, "embed_dim": 64, "num_heads": 8, "mlp_dim": 128, "vocab_size": 96},
+    "data": {"source": "synthetic", "seq_len": 32, "global_batch_size": 16},
+    "optimizer": {"name": "sgd", "lr": 0.1, "schedule": "constant", "weight_decay": 0.0},
+    "train": {"steps": 4},
+    "compute_dtype": "float64",
+    "param_dtype": "float64",
+    "attention": "reference",
+    "zero_stage": 0,
+}
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in change.items():
+        out[key] = merged(out.get(key, {}), value) if isinstance(value, Mapping) else value
+    return out
+
+
+def config(*changes: Mapping[str, Any]) -> RunConfig:
+    """BASE with changes laid over it, in order."""
+    tree: dict[str, Any] = dict(BASE)
+    for change in changes:
+        tree = merged(tree, change)
+    return RunConfig.model_validate(tree)
+
+
+def packed_rows(rows: int, seq_len: int, vocab: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows of random documents with uneven padding: some rows full, some nearly empty, one all padding."""
+    rng = np.random.default_rng(seed)
+    shape = (rows, seq_len)
+    out = {
+        "tokens": rng.integers(0, vocab, shape, dtype=np.int32),
+        "targets": rng.integers(0, vocab, shape, dtype=np.int32),
+        "weights": np.ones(shape, np.float32),
+        "positions": np.zeros(shape, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "samples": np.arange(rows, dtype=np.uint32) + 7,
+    }
+    for row in range(rows):
+        valid = [seq_len, 0, 3, seq_len // 2 + 1][row % 4] if row < 8 else seq_len
+        at, segment = 0, 1
+        while at < valid:
+            length = min(int(rng.integers(1, seq_len // 2)), valid - at)
+            out["positions"][row, at : at + length] = np.arange(length)
+            out["segments"][row, at : at + length] = segment
+            out["weights"][row, at + length - 1] = 0
+            at, segment = at + length, segment + 1
+        out["weights"][row, valid:] = 0
+    return out
+
+
+def num_devices(run: RunConfig) -> int:
+    return int(np.prod(list(run.mesh.sizes.values())))
+
+
+def parts_of(run: RunConfig) -> Parts:
+    return build(run, devices=jax.devices()[: num_devices(run)])
+
+
+def gradients(run: RunConfig, rows: Mapping[str, np.ndarray], step: int = 3) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Means of the loss terms and every gradient leaf, as numpy, in a program of the config's own dtype."""
+    with jax.enable_x64(run.compute_dtype == "float64"):
+        parts = parts_of(run)
+        shardings = parts.placement.state_shardings.params
+        params = jax.jit(lambda: init_params(parts.model, run.seed, run.param_dtype), out_shardings=shardings)()
+        batch = parts.feed.place(rows, run.num_microbatches)
+        step_fn = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))
+        means, grads = step_fn(params, batch, jnp.asarray(step, jnp.int32))
+        return {n: float(v) for n, v in means.items()}, {n: np.asarray(v) for n, v in named_leaves(grads).items()}
+
+
+ONE_DEVICE = {
+    "mesh": {"replica": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1},
+    "num_microbatches": 1,
+    "zero_stage": 0,
+    "remat": {"policy": "none"},
+}
+FLOAT32 = {"compute_dtype": "float32", "param_dtype": "float32"}
+
+
+@cache
+def _reference(run_json: str, rows_seed: int) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    run = RunConfig.model_validate_json(run_json)
+    rows = packed_rows(run.data.global_batch_size, run.data.seq_len, run.model.vocab_size, rows_seed)
+    return gradients(run, rows)
+
+
+def one_device(run: RunConfig, rows_seed: int = 0, **dtypes: str) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The same config on one device, one microbatch, no remat; shared between the layouts of one model."""
+    tree = merged(merged(run.model_dump(), ONE_DEVICE), dtypes)
+    tree["context"] = {"method": "ring"}
+    return _reference(RunConfig.model_validate(tree).model_dump_json(), rows_seed)
+
+
+def relative_l2(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - want) / max(float(np.linalg.norm(want)), 1e-300))
+
+
+def leaf_errors(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> dict[str, float]:
+    assert got.keys() == want.keys()
+    return {name: relative_l2(got[name], want[name]) for name in want}
+
+
+def assert_float64(run: RunConfig, rows_seed: int = 0) -> None:
+    """Loss terms and every leaf equal one device's at float64's gate."""
+    rows = packed_rows(run.data.global_batch_size, run.data.seq_len, run.model.vocab_size, rows_seed)
+    means, grads = gradients(run, rows)
+    want_means, want = one_device(run, rows_seed)
+    for name, value in want_means.items():
+        assert abs(means[name] - value) <= FLOAT64_GATE * max(abs(value), 1.0), (name, means[name], value)
+    errors = leaf_errors(grads, want)
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= FLOAT64_GATE, f"{worst}: relative L2 {errors[worst]:.3g}; all: {errors}"
