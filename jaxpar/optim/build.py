@@ -1,4 +1,4 @@
-"""`optimizer:` -> one optax transformation: rule, decay by dim names, learning rate."""
+"""`optimizer:` -> one optax transformation from gradients to directions: rule and decay by dim names."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,7 +13,7 @@ from jaxpar.core.typing import PyTree
 from jaxpar.optim.adafactor import scale_by_adafactor
 from jaxpar.optim.muon import DEFAULT_MOMENTUM, scale_by_muon
 from jaxpar.optim.names import decays, is_names, map_names
-from jaxpar.optim.schedule import learning_rate
+from jaxpar.optim.schedule import check_schedule
 
 Rule = Callable[[OptimizerConfig, PyTree], optax.GradientTransformation]
 
@@ -34,20 +34,21 @@ RULES: Mapping[str, Rule] = {
 
 
 def build_optimizer(config: OptimizerConfig, steps: int, names: PyTree) -> optax.GradientTransformation:
-    """The transformation of a run of `steps` updates on parameters whose dims are `names` (tuples, in the tree of the parameters).
+    """gradient -> direction d of the step p - lr d, for parameters whose dims are `names` (tuples, in the tree of the parameters).
 
-    new = p - lr(n) (rule(g) + weight_decay p), the second term only where `decays(names)`: decoupled decay (Loshchilov & Hutter 2019) in
-    the form of torch and optax, times the learning rate. Gradients are taken in the dtype of their parameter, so state and updates have it
-    too, whatever dtype the model computes in. Clipping is not in here: the train step has the norm at hand (`clip_factor`).
+    d = rule(g) + weight_decay p, the second term only where `decays(names)`: decoupled decay (Loshchilov & Hutter 2019) in the form of
+    torch and optax, so times the learning rate. The learning rate is not in here: it is a function of the run's step, of which there is
+    one counter (`learning_rate`, `guarded_update`). Nor is clipping: the step has the norm at hand (`clip_factor`). Gradients are taken
+    in the dtype of their parameter, so state and directions have it too, whatever dtype the model computes in.
     Raises ValueError where the schedule does not fit into `steps`.
     """
+    check_schedule(config, steps)
     return _with_standard_promotion(
         optax.chain(
             _cast_like_params(),
             RULES[config.name](config, names),
             # Also at weight_decay = 0: the state then has one structure, so a run can resume with another decay.
             optax.add_decayed_weights(config.weight_decay, mask=map_names(decays, names)),
-            optax.scale_by_learning_rate(learning_rate(config, steps)),
         )
     )
 

@@ -1,6 +1,7 @@
 """Muon for matrices, Adam for the rest, under one learning rate."""
 
 import math
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -41,5 +42,5 @@ def scale_by_muon(names: PyTree, *, momentum: float, beta1: float, beta2: float,
     matrices = optax.chain(
         optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=map_names(dimension_numbers, names)), _scale_to_rms(names)
     )
-    rules = {"matrix": matrices, "other": optax.scale_by_adam(beta1, beta2, eps)}
+    rules: dict[Hashable, optax.GradientTransformation] = {"matrix": matrices, "other": optax.scale_by_adam(beta1, beta2, eps)}
     return optax.partition(rules, map_names(lambda leaf: "other" if matrix_dims(leaf) is None else "matrix", names))

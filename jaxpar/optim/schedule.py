@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.config.optimizer import OptimizerConfig
 
-Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
+Schedule = Callable[[Array], Float[Array, ""]]
 
 
 def wsd_decay_steps(config: OptimizerConfig, steps: int) -> int:
@@ -16,7 +16,8 @@ def wsd_decay_steps(config: OptimizerConfig, steps: int) -> int:
     return config.decay_steps or min(max(1, steps // 10), max(1, steps - config.warmup_steps))
 
 
-def _check(config: OptimizerConfig, steps: int) -> None:
+def check_schedule(config: OptimizerConfig, steps: int) -> None:
+    """Raise ValueError where warm-up or decay do not fit into a run of `steps`."""
     if config.warmup_steps > steps:
         raise ValueError(
             f"optimizer.warmup_steps = {config.warmup_steps} is longer than train.steps = {steps}: use at most {steps}, or train longer"
@@ -41,11 +42,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
 
     The floor lr r is reached at n = T, one step after the last. Raises ValueError where warm-up or decay do not fit into T.
     """
-    _check(config, steps)
+    check_schedule(config, steps)
     main = _after_warmup(config, steps)
     warmup = config.warmup_steps
 
-    def at(step: Int[Array, ""] | int) -> Float[Array, ""]:
+    def at(step: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(step, jnp.int32)
         rate = jnp.asarray(main(jnp.maximum(n - warmup, 0).astype(jnp.float32)), jnp.float32)  # exact below 2^24 steps
         if warmup == 0:
