@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpar.config.data import DataConfig, SourceConfig
+from jaxpar.config.data import FILE_SOURCES, DataConfig, SourceConfig, SourceFields
 from jaxpar.config.problem import Problem
 from jaxpar.config.run import RunConfig
 from jaxpar.config.train import REMAT_NAMES
 
 BYTES_VOCAB = 257  # 256 byte values and end-of-document
-FILE_SOURCES = ("text", "jsonl", "tokens")
 TEXT_SOURCES = ("stdlib", "text", "jsonl")
 
 
@@ -41,7 +40,9 @@ def _model_problems(config: RunConfig) -> Iterator[Problem]:
         text = f"model.max_positions: {model.max_positions}, but data.seq_len={config.data.seq_len} needs a learned position for each token"
         yield Problem(("model.max_positions", "data.seq_len"), f"{text}; try model.max_positions={config.data.seq_len}")
     if model.positions == "learned" and model.rope_scaling is not None:
-        yield Problem(("model.rope_scaling", "model.positions"), "model.rope_scaling: has no effect with positions: learned; set it to null")
+        yield Problem(
+            ("model.rope_scaling", "model.positions"), "model.rope_scaling: has no effect with positions: learned; set it to null"
+        )
     if (scaling := model.rope_scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
         text = f"model.rope_scaling.high_freq_factor: {scaling.high_freq_factor} is not above low_freq_factor={scaling.low_freq_factor}"
         yield Problem(("model.rope_scaling",), f"{text}; try {4 * scaling.low_freq_factor}")
@@ -75,39 +76,37 @@ def _attention_problems(config: RunConfig) -> Iterator[Problem]:
 def _data_problems(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     if data.source is None and not data.mixture:
-        yield Problem(("data.source", "data.mixture"), "data.source: not given; one source (e.g. data.source=stdlib) or a data.mixture of several")
+        yield Problem(
+            ("data.source", "data.mixture"), "data.source: not given; one source (e.g. data.source=stdlib) or a data.mixture of several"
+        )
     if data.source is not None and data.mixture:
         text = f"data.source: {data.source} and data.mixture are both given; keep one (data.source=null for the mixture)"
         yield Problem(("data.source", "data.mixture"), text)
     if data.mixture:
-        idle = [name for name in ("path", "field", "dtype", "encoding_errors", "num_tokens") if name in _changed(data)]
-        for name in idle:
+        fields = SourceFields.model_fields
+        for name in (name for name in fields if getattr(data, name) != fields[name].default):
             yield Problem((f"data.{name}", "data.mixture"), f"data.{name}: has no effect beside data.mixture; set data.mixture[...].{name}")
     for prefix, part in _parts(data):
         if part.source in FILE_SOURCES and not part.path:
             text = f"{prefix}.path: required for source {part.source}; a file, a folder or a pattern, e.g. {prefix}.path=data/*.txt"
             yield Problem((f"{prefix}.path", f"{prefix}.source"), text)
-        if part.source not in FILE_SOURCES and part.path:
-            text = f"{prefix}.path: source {part.source} reads no files; set {prefix}.path=null, or {prefix}.source=text"
-            yield Problem((f"{prefix}.path", f"{prefix}.source"), text)
+        for name in ("path", "eval_path") if part.source not in FILE_SOURCES else ():
+            if getattr(part, name):
+                text = f"{prefix}.{name}: source {part.source} reads no files of yours; set {prefix}.{name}=null, or {prefix}.source=text"
+                yield Problem((f"{prefix}.{name}", f"{prefix}.source"), text)
     sources = [part.source for _, part in _parts(data)]
     if data.tokenizer == "bytes" and config.model.vocab_size < BYTES_VOCAB and any(source in TEXT_SOURCES for source in sources):
         text = f"model.vocab_size: {config.model.vocab_size}, but tokenizer bytes has {BYTES_VOCAB} ids (256 bytes and end-of-document)"
         yield Problem(("model.vocab_size", "data.tokenizer", "data.source"), f"{text}; try model.vocab_size={BYTES_VOCAB}")
-    if config.train.eval_every and not data.eval_fraction:
+    if config.train.eval_every and not data.has_eval:
         text = f"train.eval_every: {config.train.eval_every}, but data.eval_fraction=0 holds nothing out; try data.eval_fraction=0.02"
-        yield Problem(("train.eval_every", "data.eval_fraction"), text)
+        yield Problem(("train.eval_every", "data.eval_fraction", "data.eval_path"), text)
 
 
 def _parts(data: DataConfig) -> list[tuple[str, SourceConfig | DataConfig]]:
     if data.mixture:
         return [(f"data.mixture[{i}]", part) for i, part in enumerate(data.mixture)]
     return [("data", data)] if data.source else []
-
-
-def _changed(data: DataConfig) -> set[str]:
-    fields = type(data).model_fields
-    return {name for name in fields if not fields[name].is_required() and getattr(data, name) != fields[name].default}
 
 
 def _optimizer_problems(config: RunConfig) -> Iterator[Problem]:
@@ -123,8 +122,8 @@ def _optimizer_problems(config: RunConfig) -> Iterator[Problem]:
         text = f"optimizer.decay_steps: {optimizer.decay_steps} + warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}"
         works = f"at most {left} would work" if left else "optimizer.schedule=constant would work"
         yield Problem(("optimizer.decay_steps", "optimizer.warmup_steps", "train.steps"), f"{text}; {works}")
-    if optimizer.momentum and optimizer.name != "sgd":
-        text = f"optimizer.momentum: only sgd has it, {optimizer.name} has beta1; set optimizer.momentum=0"
+    if optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"):
+        text = f"optimizer.momentum: only sgd and muon have it, not {optimizer.name}; set optimizer.momentum=null"
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
 
 

@@ -48,6 +48,7 @@ def rule_problems(rules: Mapping[str, str | tuple[str, ...] | None]) -> Iterator
         near = difflib.get_close_matches(dim, DIMS, 1, 0.79)
         if dim not in DIMS and near:
             yield Problem((key,), f"{key}: unknown dim, nearly the name of {near[0]!r}; write rules.{near[0]}, or a name less like it")
+            continue
         for axis in axes:
             if axis not in AXES:
                 closest = difflib.get_close_matches(axis, AXES, 1)
@@ -60,7 +61,9 @@ def rule_problems(rules: Mapping[str, str | tuple[str, ...] | None]) -> Iterator
                 yield Problem((key,), f"{key}: {dim} cannot be split over {axis}; {_allowed(dim, axis)}")
         lacking = [axis for axis in MUST.get(dim, ()) if axis not in axes]
         if lacking:
-            yield Problem((key,), f"{key}: lacks {', '.join(lacking)}, whose devices would all compute the same; write [{', '.join(MUST[dim])}]")
+            yield Problem(
+                (key,), f"{key}: lacks {', '.join(lacking)}, whose devices would all compute the same; write [{', '.join(MUST[dim])}]"
+            )
     if not split.get("heads", ("tensor",)) and split.get("kv_heads", ("tensor",)):
         text = "rules.kv_heads: split over tensor while heads are whole; set rules.kv_heads=null as well"
         yield Problem(("rules.heads", "rules.kv_heads"), text)
@@ -69,7 +72,11 @@ def rule_problems(rules: Mapping[str, str | tuple[str, ...] | None]) -> Iterator
 def _allowed(dim: str, axis: str) -> str:
     axes = ALLOWED.get(dim, ("tensor",))
     works = f"[{', '.join(axes)}] or null" if axes and dim not in MUST else f"[{', '.join(axes)}]" if axes else "null"
-    zero = " (zero_stage: 3 shards parameters over data, expert and context)" if axis in ("data", "expert", "context") and dim not in MUST else ""
+    zero = (
+        " (zero_stage: 3 shards parameters over data, expert and context)"
+        if axis in ("data", "expert", "context") and dim not in MUST
+        else ""
+    )
     return f"write {works}{zero}"
 
 
@@ -168,4 +175,6 @@ def _zero_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         legal = ", ".join(map(str, divisors(model.embed_dim)[:SHOWN]))
         text = f"zero_stage: {config.zero_stage} cannot shard {stuck[0].path} ({shape}){more} over {axes} = {ways}: no free dim divides"
         keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", *MESH_KEYS)
-        yield Problem(keys, f"{text}; zero_stage=0 would work, or data x context of {legal} (they divide model.embed_dim={model.embed_dim})")
+        yield Problem(
+            keys, f"{text}; zero_stage=0 would work, or data x context of {legal} (they divide model.embed_dim={model.embed_dim})"
+        )

@@ -27,10 +27,11 @@ def check(config: RunConfig, num_devices: int | None) -> list[str]:
 def find(config: RunConfig, num_devices: int | None) -> Iterator[Problem]:
     """`check` with the keys that each violation involves."""
     yield from mesh_problems(config.mesh, num_devices)
-    yield from rule_problems(config.rules)
+    wrong_rules = list(rule_problems(config.rules))
+    yield from wrong_rules
     yield from section_problems(config)
-    if not list(rule_problems(config.rules)):
-        yield from split_problems(config, _layout(config, _known_sizes(config.mesh, num_devices)))
+    with_rules = config.model_copy(update={"rules": {}}) if wrong_rules else config
+    yield from split_problems(config, _layout(with_rules, _known_sizes(config.mesh, num_devices)))
 
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int | None) -> dict[str, int]:
@@ -82,7 +83,10 @@ def _product_problem(sizes: dict[str, int], open_axes: list[str], num_devices: i
 
 
 def _fitting(sizes: dict[str, int], num_devices: int) -> str:
-    """One axis changed so that the product fits, `data` first."""
+    """One axis changed so that the product fits, `data` first; or one that fits alone and the others 1."""
+    if num_devices in sizes.values():
+        changed = [f"mesh.{axis}=1" for axis, size in sizes.items() if size not in (1, num_devices)]
+        return f"{' '.join(changed)} would work"
     for axis in ("data", "tensor", "context", "replica"):
         others = math.prod(size for other, size in sizes.items() if other != axis)
         if num_devices % others == 0:

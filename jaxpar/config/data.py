@@ -1,8 +1,8 @@
-"""`data:` where tokens come from and how rows are cut."""
+"""`data:` where tokens come from and how rows are cut. What the keys ask of each other is in `check_sections.py`."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxpar.config.base import Section
 
@@ -22,24 +22,12 @@ class SourceFields(Section):
     num_tokens: PositiveInt = 1_000_000  # synthetic: length of the stream
     piece_tokens: PositiveInt | None = None  # cut longer documents into documents of this length (shuffling, held-out part)
 
-    def check_source(self, source: SourceName, where: str) -> None:
-        """ValueError when a source lacks its path, or one that reads no files has one."""
-        if source in FILE_SOURCES and not self.path:
-            raise ValueError(f"{where} {source!r} reads files: set path to files, folders or patterns")
-        if source not in FILE_SOURCES and (self.path or self.eval_path):
-            raise ValueError(f"{where} {source!r} reads no files of yours: drop path and eval_path, or choose one of {', '.join(FILE_SOURCES)}")
-
 
 class SourceConfig(SourceFields):
     """One source of documents in a mixture."""
 
     source: SourceName
     weight: PositiveFloat = 1.0  # share of the samples, normalised over the mixture
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.check_source(self.source, "source")
-        return self
 
 
 class DataConfig(SourceFields):
@@ -52,17 +40,8 @@ class DataConfig(SourceFields):
     seq_len: PositiveInt = Field(examples=[256])
     global_batch_size: PositiveInt = Field(examples=[16])  # rows (sequences) an optimizer step, over all devices
     isolate_documents: bool = True  # attention never crosses a document in a packed row; positions restart
-    eval_fraction: float = Field(0.02, ge=0.0, lt=1.0)  # documents held out, by hash of their content; 0: none
+    eval_fraction: float = Field(default=0.02, ge=0.0, lt=1.0)  # documents held out, by hash of their content; 0: none
     prefetch: PositiveInt = 2  # batches prepared ahead
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.source is None) == (not self.mixture):
-            found = "neither" if self.source is None else "both"
-            raise ValueError(f"set one of source (one kind of data) and mixture (several, weighted); found {found}")
-        if self.source is not None:
-            self.check_source(self.source, "source")
-        return self
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:

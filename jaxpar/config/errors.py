@@ -161,13 +161,13 @@ def _works(info: FieldInfo | None, error: Mapping[str, Any]) -> str:
     return "" if error["type"] == "missing" and isinstance(value, dict) else f"; try {'null' if value is None else value}"
 
 
-def real_loc(tree: Any, loc: Sequence[str | int], keep_last: bool) -> tuple[str | int, ...]:
+def real_loc(tree: Any, loc: Sequence[Any], keep_last: bool) -> tuple[str | int, ...]:
     """Pydantic's location without the tags that it adds for the branches of a union."""
     kept: list[str | int] = []
     for i, part in enumerate(loc):
         inside = (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int) and part < len(tree))
         if inside:
-            tree = tree[part]  # type: ignore[index]
+            tree = tree[part]
         elif not (keep_last and i == len(loc) - 1):
             continue
         kept.append(part)

@@ -27,21 +27,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     overrides: `mesh.data=8` and the like; the value is YAML. Raises ConfigError that lists every violation.
     """
     path = Path(path)
-    tree = _merge(read(path), _parse_overrides(overrides))
+    tree, problems = _apply_overrides(read(path), overrides)
     tree.setdefault("name", path.stem)
     if isinstance(run := tree.setdefault("run", {}), dict) and run.get("dir") is None:
         run["dir"] = f"runs/{tree['name']}"
-    return validate(_resolve(tree, str(path)), str(path))
+    return validate(_resolve(tree, str(path)), str(path), problems)
 
 
-def validate(tree: Tree, source: str = "config") -> RunConfig:
-    """A plain tree -> RunConfig; raises ConfigError with the violations of fields and between sections together."""
+def validate(tree: Tree, source: str = "config", problems: Sequence[str] = ()) -> RunConfig:
+    """A plain tree -> RunConfig; raises ConfigError with `problems`, the violations of fields and those between sections together."""
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = translate(RunConfig, tree, error)
-        raise ConfigError([*lines.values(), *_cross_checks_of_the_rest(tree, list(lines))], source) from None
-    problems = [problem.text for problem in find(config, None)]
+        raise ConfigError([*problems, *lines.values(), *_cross_checks_of_the_rest(tree, list(lines))], source) from None
+    problems = [*problems, *(problem.text for problem in find(config, None))]
     if problems:
         raise ConfigError(problems, source)
     return config
@@ -104,8 +104,7 @@ def _find_include(path: Path, name: str) -> Path:
     raise ConfigError([f"include: no file {name!r} in {folders[0]} or its parents, nor under a folder `configs` there"], str(path))
 
 
-def _parse_overrides(overrides: Sequence[str]) -> Tree:
-    tree: Tree = {}
+def _apply_overrides(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     problems = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -122,10 +121,8 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
             try:
                 tree = _merge(tree, _nest(key.split("."), yaml_text.parse(value, "override")))
             except ConfigError as error:
-                problems += [f"{text}: {problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(problems, "overrides")
-    return tree
+                problems += [f"{text}: {problem.removeprefix('line 1, column 1: ')}" for problem in error.problems]
+    return tree, problems
 
 
 def _nest(keys: list[str], value: Any) -> Tree:
@@ -147,6 +144,8 @@ def _merge(under: Tree, over: Tree) -> Tree:
                 both = isinstance(new[int(index)], dict) and isinstance(item, dict)
                 new[int(index)] = _merge(new[int(index)], item) if both else item
             merged[key] = new
+        elif isinstance(old, dict) != isinstance(value, dict) and old is not None and value is not None:
+            raise ConfigError([f"{key}: {value!r} cannot replace {old!r}; one is a section with keys of its own, the other is not"])
         else:
             merged[key] = value
     return merged

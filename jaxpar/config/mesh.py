@@ -15,7 +15,7 @@ class MeshConfig(Section):
     expert: int = 1
     context: int = 1
     tensor: int = 1
-    fake_devices: int = Field(0, ge=0)  # CPU devices to make where no accelerator is found; 0: none
+    fake_devices: int = Field(default=0, ge=0)  # CPU devices to make where no accelerator is found; 0: none
 
     @property
     def sizes(self) -> dict[str, int]:

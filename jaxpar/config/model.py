@@ -41,8 +41,8 @@ class ModelConfig(Section):
     sliding_window: PositiveInt | None = None  # a token sees itself and the window - 1 tokens before it
     attention_softcap: PositiveFloat | None = None
     logits_softcap: PositiveFloat | None = None
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # embeddings and residual branches
-    attention_dropout: float = Field(0.0, ge=0.0, lt=1.0)  # attention probabilities: `attention: reference` only
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # embeddings and residual branches
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # attention probabilities: `attention: reference` only
     init_std: PositiveFloat = 0.02
 
     @property

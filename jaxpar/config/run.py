@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxpar.config.base import Section
 from jaxpar.config.data import DataConfig
@@ -19,7 +19,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
-    rules: dict[str, str | tuple[str, ...] | None] = {}  # dim -> mesh axes, over `layout.DEFAULT_RULES`; null: not split
+    rules: dict[str, str | tuple[str, ...] | None] = Field(
+        default_factory=dict
+    )  # dim -> mesh axes, over `layout.DEFAULT_RULES`; null: not split
     sequence_parallel: bool = True  # `tensor` also splits the sequence at block boundaries
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_microbatches: PositiveInt = 1

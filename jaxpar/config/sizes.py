@@ -6,13 +6,15 @@ weighted sum, 2 products of seq_len x head_dim a head; `causal` counts the half 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxpar.config.layout import Layout, plan_leaf
 from jaxpar.config.model import ModelConfig
+from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.config.run import RunConfig
 
-DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float64": 8}
+MIN_FACTORED = 128  # Adafactor: smaller dims are not factored (optax `scale_by_factored_rms`)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def parameter_table(model: ModelConfig) -> list[Leaf]:
 
 def _norm_rows(model: ModelConfig, path: str) -> list[tuple[str, tuple[str, ...]]]:
     scale = [(f"{path}.scale", ("embed",))]
-    return scale + [(f"{path}.bias", ("embed",))] if model.norm == "layernorm" else scale
+    return [*scale, (f"{path}.bias", ("embed",))] if model.norm == "layernorm" else scale
 
 
 def _block_rows(model: ModelConfig) -> list[tuple[str, tuple[str, ...]]]:
@@ -142,13 +144,24 @@ def state_bytes_per_device(config: RunConfig, layout: Layout) -> StateBytes:
         for kind in totals:
             spec = plan.spec(live if layout.zero_stage >= from_stage[kind] else ())
             shape = tuple(size // layout.size(axes) for size, axes in zip(leaf.shape, spec, strict=True))
-            elements = optimizer_elements(config, replace(leaf, shape=shape)) if kind == "optimizer" else math.prod(shape)
+            elements = optimizer_elements(config.optimizer, leaf, math.prod(shape)) if kind == "optimizer" else math.prod(shape)
             totals[kind] += width * elements
     return StateBytes(**totals, replicated=tuple(replicated))
 
 
-def optimizer_elements(config: RunConfig, leaf: Leaf) -> int:
-    """Elements of optimizer state beside a parameter of `leaf.shape` (a few scalars of the whole chain left out)."""
-    optimizer = config.optimizer
-    moments = {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.momentum else 0}
-    return moments[optimizer.name] * leaf.size
+def optimizer_elements(optimizer: OptimizerConfig, leaf: Leaf, local: int) -> int:
+    """Floats of optimizer state beside `local` elements of a parameter (a few scalars of the whole chain left out).
+
+    AdamW two moments, Lion one, SGD one with momentum. Muon one on matrices, else Adam's two. Adafactor, a layer at a time:
+    rows and columns of the two largest dims where both reach 128, on every device whole; else one moment.
+    """
+    if optimizer.name == "muon":
+        return local * (1 if leaf.path.endswith(".kernel") and "vocab" not in leaf.names else 2)
+    if optimizer.name == "adafactor":
+        layers = leaf.shape[0] if leaf.names[0] == "layers" else 1
+        dims = sorted(leaf.shape[1:] if leaf.names[0] == "layers" else leaf.shape)
+        if len(dims) >= 2 and dims[-2] >= MIN_FACTORED:
+            one = math.prod(dims)
+            return layers * (one // dims[-1] + one // dims[-2] + 1)  # optax keeps one element for each part not used
+        return local + 2 * layers
+    return local * {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.momentum else 0}[optimizer.name]

@@ -6,7 +6,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from jaxpar.config.base import Section
 
-
 # Values that a block names for `jax.ad_checkpoint.checkpoint_name`.
 REMAT_NAMES = ("query", "key", "value", "attention", "mlp_hidden")
 
@@ -28,7 +27,7 @@ class CheckpointConfig(Section):
     """What is saved, what is kept, and whether a run goes on where it was."""
 
     save_every: NonNegativeInt = 100  # steps; 0: only at the end
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     keep_every: NonNegativeInt = 0  # steps that are multiples of this are never deleted
     resume: str = "auto"  # auto | never | path of another run's checkpoints
 

@@ -4,14 +4,17 @@ PyYAML follows YAML 1.1, where `1e-4` is text, `017` is 15 and `1:30` is 90.
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from jaxpar.config.errors import ConfigError
 
 _NUMBER = "tag:yaml.org,2002:"
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|nan))$")
+_EXPONENT = r"[eE][-+]?[0-9]+"
+_FLOAT = re.compile(
+    rf"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:{_EXPONENT})?|[0-9][0-9_]*{_EXPONENT}|\.[0-9][0-9_]*(?:{_EXPONENT})?|\.(?:inf|nan))$"
+)
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+)$")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+$")  # 15 in YAML 1.1, 17 in YAML 1.2
 _PLAIN_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*$")
@@ -21,7 +24,7 @@ _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 class _Loader(yaml.SafeLoader):
     """SafeLoader with our numbers and without repeated keys."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
         first: [(tag, rule) for tag, rule in rules if tag.removeprefix(_NUMBER) not in ("int", "float", "timestamp")]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -39,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+def _integer(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = str(node.value).replace("_", "")
     if _OCTAL.match(str(node.value)):
         digits = text.lstrip("+-0") or "0"
@@ -48,7 +51,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(text, 0)
 
 
-def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+def _float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return float(str(node.value).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
 
 
@@ -73,9 +76,6 @@ def parse(text: str, source: str) -> Any:
 
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes whatever is not a plain word: PyYAML would write the text 1e-4 bare."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
