@@ -38,7 +38,9 @@ class Corpus:
         """Without the documents that hold no token. DataError when nothing is left."""
         keep = self.lengths_N > 0
         if not keep.any():
-            raise DataError(f"{self.name}: no tokens: {len(keep)} documents found, all of them empty; give data.path a file with text in it")
+            raise DataError(
+                f"{self.name}: no tokens: {len(keep)} documents found, all of them empty; give data.path a file with text in it"
+            )
         return replace(self._only(keep), num_empty=self.num_empty + int((~keep).sum()))
 
     def cut(self, piece_tokens: int) -> "Corpus":

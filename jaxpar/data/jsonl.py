@@ -33,7 +33,9 @@ def _field(where: str, first_byte: int, line: bytes, stripped: bytes, field: str
         record = json.loads(stripped.decode(errors=errors))
     except UnicodeDecodeError as error:
         byte = first_byte + line.index(stripped) + error.start
-        raise DataError(f"{where}: invalid UTF-8 at byte {byte} (0x{stripped[error.start]:02x}); or set data.encoding_errors=replace") from error
+        raise DataError(
+            f"{where}: invalid UTF-8 at byte {byte} (0x{stripped[error.start]:02x}); or set data.encoding_errors=replace"
+        ) from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not a JSON object on one line: {error}") from error
     if not isinstance(record, dict):
@@ -42,7 +44,9 @@ def _field(where: str, first_byte: int, line: bytes, stripped: bytes, field: str
         raise DataError(f"{where}: no field {field!r} (data.field); found: {', '.join(map(repr, record)) or 'none'}")
     text = record[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} must be text, found {type(text).__name__}; choose another data.field of {', '.join(map(repr, record))}")
+        raise DataError(
+            f"{where}: field {field!r} must be text, found {type(text).__name__}; choose another data.field of {', '.join(map(repr, record))}"
+        )
     return text if not _has_surrogates(text) else _without_surrogates(where, field, text, errors)
 
 
@@ -57,7 +61,9 @@ def _has_surrogates(text: str) -> bool:
 def _without_surrogates(where: str, field: str, text: str, errors: str) -> str:
     """JSON may escape half a surrogate pair, which UTF-8 cannot hold."""
     if errors == "strict":
-        raise DataError(f"{where}: field {field!r} holds half of a surrogate pair (\\ud800 to \\udfff); or set data.encoding_errors=replace")
+        raise DataError(
+            f"{where}: field {field!r} holds half of a surrogate pair (\\ud800 to \\udfff); or set data.encoding_errors=replace"
+        )
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

@@ -1,5 +1,6 @@
 """Sources `text` (files of the user) and `stdlib` (the source of the running Python): one document a file."""
 
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ def stdlib_name() -> str:
 def stdlib_files() -> tuple[Path, list[Path]]:
     """The standard library's folder and its *.py files, sorted by relative path. DataError when Python has no source there."""
     folder = Path(sysconfig.get_path("stdlib"))
-    relative = (file.relative_to(folder) for file in folder.rglob("*.py"))
-    # _sysconfigdata is written when Python is built and names that machine's paths: left out, as it differs between builds.
-    kept = [file for file in relative if not _STDLIB_SKIPPED & set(file.parts) and not file.name.startswith("_sysconfigdata")]
+    kept: list[Path] = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
+        # _sysconfigdata is written when Python is built and names that machine's paths: left out, as it differs between builds.
+        kept += [Path(where, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
     if not kept:
         raise DataError(f"data.source: stdlib: {folder} holds no *.py files (a Python without its source?); use source: text with a path")
-    return folder, [folder / file for file in sorted(kept, key=Path.as_posix)]
+    return folder, sorted(kept, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def read_stdlib(folder: Path, files: list[Path]) -> Iterator[Document]:
