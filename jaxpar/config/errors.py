@@ -157,8 +157,8 @@ def _works(info: FieldInfo | None, error: Mapping[str, Any]) -> str:
         return f"; try {near[0]}" if near else ""
     if info.annotation is bool:
         return "; try true or false"
-    value = _bound(info)
-    return "" if error["type"] == "missing" and isinstance(value, dict) else f"; try {'null' if value is None else value}"
+    value = placeholder(info) if error["type"] == "missing" else _bound(info)
+    return f"; try {'null' if value is None else value}"
 
 
 def real_loc(tree: Any, loc: Sequence[Any], keep_last: bool) -> tuple[str | int, ...]:

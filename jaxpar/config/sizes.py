@@ -102,8 +102,8 @@ def forward_flops_per_token(model: ModelConfig, seq_len: int, causal: bool = Tru
     sliding window w < seq_len, w - w^2 / (2 seq_len): the area that the mask keeps.
     """
     window = min(model.sliding_window or seq_len, seq_len)
-    keys_by_seq = window * seq_len - window * window // 2 if causal else seq_len * seq_len  # keys x seq_len, a whole number
-    attention = 4 * model.num_layers * model.num_heads * model.head_size * keys_by_seq // seq_len
+    twice_keys_by_seq = 2 * window * seq_len - window * window if causal else 2 * seq_len * seq_len  # a whole number
+    attention = 4 * model.num_layers * model.num_heads * model.head_size * twice_keys_by_seq // (2 * seq_len)
     return 2 * matmul_parameters(model) + attention
 
 

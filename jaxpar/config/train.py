@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from jaxpar.config.base import Section
 
@@ -30,6 +30,13 @@ class CheckpointConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     keep_every: NonNegativeInt = 0  # steps that are multiples of this are never deleted
     resume: str = "auto"  # auto | never | path of another run's checkpoints
+
+    @field_validator("keep_last")
+    @classmethod
+    def _keep_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 would delete every checkpoint as soon as it is saved: keep at least 1, or -1 for all")
+        return value
 
 
 class LogConfig(Section):

@@ -4,13 +4,13 @@ PyYAML follows YAML 1.1, where `1e-4` is text, `017` is 15 and `1:30` is 90.
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
 from jaxpar.config.errors import ConfigError
 
-_NUMBER = "tag:yaml.org,2002:"
+_TAG = "tag:yaml.org,2002:"
 _EXPONENT = r"[eE][-+]?[0-9]+"
 _FLOAT = re.compile(
     rf"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:{_EXPONENT})?|[0-9][0-9_]*{_EXPONENT}|\.[0-9][0-9_]*(?:{_EXPONENT})?|\.(?:inf|nan))$"
@@ -23,11 +23,6 @@ _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with our numbers and without repeated keys."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, rule) for tag, rule in rules if tag.removeprefix(_NUMBER) not in ("int", "float", "timestamp")]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -55,11 +50,15 @@ def _float(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return float(str(node.value).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_Loader.add_implicit_resolver(_NUMBER + "float", _FLOAT, list("-+.0123456789"))
-_Loader.add_implicit_resolver(_NUMBER + "int", _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver(_NUMBER + "int", _OCTAL, list("-+0"))
-_Loader.add_constructor(_NUMBER + "int", _integer)
-_Loader.add_constructor(_NUMBER + "float", _float)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if tag.removeprefix(_TAG) not in ("int", "float", "timestamp")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_TAG + "int", _OCTAL, list("-+0"))
+_Loader.add_constructor(_TAG + "int", _integer)
+_Loader.add_constructor(_TAG + "float", _float)
 
 
 def parse(text: str, source: str) -> Any:
@@ -82,7 +81,7 @@ def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = _PLAIN_WORD.match(text) is not None and text.lower() not in _RESERVED and not text.startswith(".")
     # A literal "${" must not be read as an interpolation: OmegaConf wants it, and backslashes before it, escaped.
     escaped = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
-    return dumper.represent_scalar(_NUMBER + "str", escaped, style=None if plain else '"')
+    return dumper.represent_scalar(_TAG + "str", escaped, style=None if plain else '"')
 
 
 _Dumper.add_representer(str, _write_text)
