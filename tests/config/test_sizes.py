@@ -19,6 +19,8 @@ from jaxpar.config.sizes import (
     state_bytes_per_device,
     train_flops_per_token,
 )
+from jaxpar.models.nnx_model import is_spec
+from jaxpar.models.transformer import Transformer
 from jaxpar.optim.build import build_optimizer
 
 MET_03: dict[str, Any] = {
@@ -76,6 +78,20 @@ def test_table_of_a_model_with_everything():
     # norms 4 x 64 + 2 x 16; final norm 128
     layer = 2 * 4096 + 2 * 2048 + 192 + 3 * 8192 + 320 + 256 + 32
     assert parameter_count(model) == 2 * 256 * 64 + 32 * 64 + 2 * layer + 128
+
+
+LAYER_NORM: dict[str, Any] = {"norm": "layernorm", "activation": "gelu", "bias": True, "positions": "learned", "max_positions": 32}
+
+
+@pytest.mark.parametrize("change", [{}, LAYER_NORM | {"tied_embeddings": True}, {"qk_norm": True, "vocab_multiple": 100}, {"bias": True}])
+def test_table_equals_the_tree_of_the_model(change):
+    config = ModelConfig(**MET_03, **change)
+    specs = jax.tree_util.tree_leaves_with_path(Transformer(config).params, is_leaf=is_spec)
+    tree = {jax.tree_util.keystr(path, simple=True, separator="."): (spec.names, spec.shape) for path, spec in specs}
+    per_layer = {
+        path: (("layers", *names), (2, *shape)) if path.startswith("blocks.") else (names, shape) for path, (names, shape) in tree.items()
+    }
+    assert {leaf.path: (leaf.names, leaf.shape) for leaf in parameter_table(config)} == per_layer
 
 
 def run(optimizer: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
