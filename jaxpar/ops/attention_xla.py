@@ -5,6 +5,8 @@ Not `jax.nn.dot_product_attention(implementation="xla")`: forward + backward of 
 as queries go in up to four causal blocks that leave out the keys after them, and feeds the backward matmuls in the inputs' dtype.
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -62,14 +64,31 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def block_forward(q: Array, k: Array, v: Array, sees: Visibility) -> tuple[Array, Array]:
     """(o [b, S, H, K], lse [b, H, S]) of one block of keys, in the accumulation dtype; a row that sees none: (0, MASKED)."""
+    blocks = causal_blocks(q.shape[1], k.shape[1], sees)
+    outputs, sums = zip(*(_forward(q[:, i], k[:, j], v[:, j], sees.part(i, j)) for i, j in blocks), strict=True)
+    return jnp.concatenate(outputs, axis=1), jnp.concatenate(sums, axis=2)
+
+
+def block_backward(q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, sees: Visibility) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of one block in the accumulation dtype, from the row's final o and lse (FlashAttention-2, algorithm 2)."""
+    dqs, dks, dvs = [], [], []
+    for i, j in causal_blocks(q.shape[1], k.shape[1], sees):
+        dq, dk, dv = _backward(q[:, i], k[:, j], v[:, j], o[:, i], lse[:, :, i], do[:, i], sees.part(i, j))
+        around = ((0, 0), (j.start, k.shape[1] - j.stop), (0, 0), (0, 0))
+        dqs.append(dq)
+        dks.append(jnp.pad(dk, around))
+        dvs.append(jnp.pad(dv, around))
+    return jnp.concatenate(dqs, axis=1), reduce(jnp.add, dks), reduce(jnp.add, dvs)
+
+
+def _forward(q: Array, k: Array, v: Array, sees: Visibility) -> tuple[Array, Array]:
     e, top, total = _exponentials(_logits(q, k, sees), sees)
     o = _values((_drop(e, sees) / total).astype(q.dtype), v, e.dtype)
     empty = top <= jnp.asarray(MASKED, top.dtype)
     return o, jnp.where(empty, top, top + jnp.log(total))[..., 0]
 
 
-def block_backward(q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, sees: Visibility) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of one block in the accumulation dtype, from the row's final o and lse (FlashAttention-2, algorithm 2)."""
+def _backward(q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, sees: Visibility) -> tuple[Array, Array, Array]:
     acc = accumulation_dtype(q.dtype)
     logits, mask = _logits(q, k, sees), sees.mask()
     p = jnp.exp(logits - lse[..., None])
