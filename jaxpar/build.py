@@ -17,6 +17,7 @@ from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params
 from jaxpar.data.loader import Dataset, open_dataset
+from jaxpar.data.sources import Split
 from jaxpar.mesh.build import build_mesh
 from jaxpar.models.init import init_params, param_names, param_shapes
 from jaxpar.models.transformer import Transformer
@@ -24,7 +25,7 @@ from jaxpar.ops.attention import AttentionSpec, choose_kernel
 from jaxpar.optim.build import build_optimizer, clip_factor
 from jaxpar.optim.schedule import learning_rate
 from jaxpar.optim.specs import state_specs
-from jaxpar.parallel.context.select import METHODS
+from jaxpar.parallel.context.select import select
 from jaxpar.parallel.ctx import AttendFn
 from jaxpar.parallel.forward import Forward
 from jaxpar.parallel.vocab import LossSpec
@@ -69,7 +70,10 @@ class Parts:
         """jit of the pure step; the state is donated."""
         max_norm = self.config.optimizer.max_grad_norm
         clip = partial(clip_factor, max_norm=max_norm) if max_norm else jnp.ones_like
-        step = make_train_step(self.forward, self.placement, self.optimizer, self.learning_rate, clip, self.config.seed)
+        halt = self.config.train.on_nonfinite == "stop"
+        step = make_train_step(
+            self.forward, self.placement, self.optimizer, self.learning_rate, clip, self.config.seed, halt_on_nonfinite=halt
+        )
         return jax.jit(step, donate_argnums=0, out_shardings=(self.placement.state_shardings, self.placement.replicated))
 
     @cached_property
@@ -88,9 +92,9 @@ class Parts:
     def eval_data(self) -> Dataset:
         return self._open("eval")
 
-    def _open(self, split: str) -> Dataset:
+    def _open(self, split: Split) -> Dataset:
         c = self.config
-        return open_dataset(c.data, c.seed, c.model.vocab_size, split, self.run_dir / "data_index")
+        return open_dataset(c.data, seed=c.seed, vocab_size=c.model.vocab_size, split=split, cache_dir=self.run_dir / "data_index")
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
@@ -134,23 +138,6 @@ def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[A
     dtype = jnp.dtype(config.compute_dtype)
     kernel, words = choose_kernel(config.attention, platform, dtype, m.head_size, spec, segments=config.data.isolate_documents)
     axes = layout.context_axes
-    if not axes:
-        return partial(attend_locally, kernel=kernel, spec=spec), words
     ways = layout.size(axes)
-    return partial(METHODS[config.context.method], kernel=kernel, spec=spec, axis=axes[0], ways=ways), f"{words}, {config.context.method}"
-
-
-def attend_locally(q_bSHK, k_bSGK, v_bSGK, *, kernel, spec, index_S, segments_bS=None, dropout_words=None) -> Array:  # noqa: ANN001
-    """Attention where the whole sequence is at hand."""
-    return kernel(
-        q_bSHK,
-        k_bSGK,
-        v_bSGK,
-        spec=spec,
-        q_index_S=index_S,
-        k_index_T=index_S,
-        q_segments_bS=segments_bS,
-        k_segments_bT=segments_bS,
-        aligned=True,
-        dropout_words=dropout_words,
-    )
+    words = f"{words}, {config.context.method} over context={ways}" if axes else words
+    return partial(select(config.context.method, ways), kernel=kernel, spec=spec, axis="".join(axes), ways=ways), words

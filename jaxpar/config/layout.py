@@ -123,7 +123,18 @@ def plan_leaf(layout: Layout, path: str, names: tuple[str, ...], shape: tuple[in
 
 
 def _zero_dim(layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> int | None:
-    """The largest dim that is free and divides over the ZeRO axes; the first of equals. `layers` is scanned, so never."""
+    """The largest dim of a matrix or table that is free and divides over the ZeRO axes; the first of equals.
+
+    `layers` is scanned, so never. A vector (norm scale, bias) stays whole: a collective for it costs more than its bytes.
+    """
     ways = layout.size(layout.zero_axes)
+    if ways == 1 or is_vector(names):
+        return None
     free = [i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % ways == 0]
-    return max(free, key=lambda i: (shape[i], -i)) if free and ways > 1 else None
+    return max(free, key=lambda i: (shape[i], -i)) if free else None
+
+
+def is_vector(names: tuple[str, ...]) -> bool:
+    """True for a parameter of one space: (heads, head_dim) are two dims of one, `layers` only stacks."""
+    dims = [name for name in names if name != "layers"]
+    return len(dims) == 1 or (len(dims) == 2 and dims[1] == "head_dim")

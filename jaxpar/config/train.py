@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     """What is saved, what is kept, and whether a run goes on where it was."""
 
     save_every: NonNegativeInt = 100  # steps; 0: only at the end
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=-1)  # newest steps that are kept; -1: all
     keep_every: NonNegativeInt = 0  # steps that are multiples of this are never deleted
     resume: str = "auto"  # auto | never | path of another run's checkpoints
 

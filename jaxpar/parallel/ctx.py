@@ -13,9 +13,10 @@ from jaxpar.config.layout import Layout
 from jaxpar.core.typing import Terms
 from jaxpar.mesh.sequence import sequence_order
 from jaxpar.ops import random
+from jaxpar.ops.attention import DropoutWords
 from jaxpar.parallel import tensor, vocab
 
-# (q, k, v, global positions, segments or None, bits of attention dropout or None) -> output
+# parallel.context.select.Attend with everything but the arrays bound
 AttendFn = Callable[..., Array]
 SITE_ATTENTION = 1  # dropout site of attention probabilities
 
@@ -73,12 +74,8 @@ class SpmdContext:
         return flat.reshape(*x_bSD.shape[:2], -1)
 
     def attend(self, q_bSHK: Array, k_bSGK: Array, v_bSGK: Array) -> Array:
-        words = None
-        if self.attention_dropout and self.key is not None:
-            words = self._attention_words
-        return self.attend_fn(
-            q_bSHK, k_bSGK, v_bSGK, index_S=self.seq_index_S, segments_bS=self.segments_bS, dropout_words=words
-        )
+        words = self._dropout_words(q_bSHK.shape[2]) if self.attention_dropout and self.key is not None else None
+        return self.attend_fn(q_bSHK, k_bSGK, v_bSGK, index_S=self.seq_index_S, segments_bS=self.segments_bS, dropout_words=words)
 
     def dropout(self, x: Array, rate: float, site: int, dims: tuple[str, ...]) -> Array:
         """dims: "batch", "seq" (inside a region) or "block_seq" (at a block boundary), then one feature dim."""
@@ -109,12 +106,11 @@ class SpmdContext:
     def _tensor_seq_axes(self) -> tuple[str, ...]:
         return self.layout.live(("tensor",)) if self.layout.sequence_parallel else ()
 
-    def _attention_words(self, q_index_S: Array, k_index_T: Array, num_heads: int) -> Array:
-        """uint32 [b, H, S, T]: bits of attention dropout, each by its global head, query and key."""
+    def _dropout_words(self, num_heads: int) -> DropoutWords:
+        """Bits of attention dropout, each by its global row, head, query and key."""
         assert self.key is not None
         head_H = tensor.index(self.layout, self.layout.split("heads")) * num_heads + jnp.arange(num_heads)
-        words_bSHT = random.bits(random.fold(self.key, self.layer, SITE_ATTENTION), self.samples_b, q_index_S, head_H, k_index_T)
-        return jnp.swapaxes(words_bSHT, 1, 2)
+        return DropoutWords(random.fold(self.key, self.layer, SITE_ATTENTION), self.samples_b, head_H)
 
     def whole_sequence(self, x_bSD: Array) -> Array:
         axes = self.layout.context_axes

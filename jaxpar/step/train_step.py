@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.core.typing import Array, Params, PyTree
 from jaxpar.mesh.specs import batch_spec
 from jaxpar.ops.random import fold, key_of
+from jaxpar.optim.update import guarded_update
 from jaxpar.parallel.executor import loss_and_gradients
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.step.placement import Placement
@@ -44,28 +45,33 @@ def make_train_step(
     learning_rate: Callable[[Array], Array],
     clip: Clip,
     seed: int,
+    *,
+    halt_on_nonfinite: bool = False,
 ) -> StepFn:
     """The pure step; jit it with `placement.state_shardings`, donating the state.
 
     A step whose loss or gradient norm is not finite leaves parameters and optimizer state as they were; the loop decides
     whether to go on. metrics: every loss term's mean, grad_norm, param_norm, lr, and leaf_norms (one for each gradient
-    leaf, in tree order) from which the first bad tensor is named.
+    leaf, in tree order) from which the first bad tensor is named. halt_on_nonfinite: such a step turns the counter negative
+    (-1 - n after n updates) and later steps, which may be running before the loop has read this one's numbers, change nothing.
     """
     gradients = make_gradients(forward, placement, seed)
     shards = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.sharded_specs, is_leaf=lambda x: isinstance(x, P))
+
+    def next_count(count: Array, ok: Array) -> Array:
+        halted = jnp.where(count < 0, count, -1 - count) if halt_on_nonfinite else count + 1
+        return jnp.where(ok, count + 1, halted)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         means, grads = gradients(state.params, batch, state.step)
         squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares[1:], squares[0]))
-        ok = jnp.isfinite(norm) & jnp.isfinite(means["loss"])
+        ok = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & (state.step >= 0)
         factor, lr = clip(norm), learning_rate(state.step)
         # ZeRO 1 and 2: each device updates its shard of the parameters; the step's output sharding gathers them.
         params = jax.lax.with_sharding_constraint(state.params, shards) if placement.layout.zero_stage in (1, 2) else state.params
-        directions, opt_state = optimizer.update(jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), state.opt_state, params)
-        keep = lambda new, old: jnp.where(ok, new, old)
-        new_params = jax.tree.map(lambda p, d: keep(p - lr.astype(p.dtype) * d, p), params, directions)
-        new_state = TrainState(new_params, jax.tree.map(keep, opt_state, state.opt_state), state.step + 1)
+        new_params, opt_state = guarded_update(optimizer, grads, state.opt_state, params, learning_rate=lr, factor=factor, ok=ok)
+        new_state = TrainState(new_params, opt_state, state.step + 1)
         metrics = means | {"grad_norm": norm, "param_norm": global_norm(new_params), "lr": lr, "leaf_norms": jnp.sqrt(jnp.stack(squares))}
         return new_state, metrics
 

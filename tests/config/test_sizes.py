@@ -107,26 +107,29 @@ def run(optimizer: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
 @pytest.mark.parametrize(("stage", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
 def test_bytes_by_zero_stage(stage, shares):
     config = run(zero_stage=stage, mesh={"data": 4, "context": 2})
-    total = 4 * parameter_count(config.model)
+    norms = 4 * 5 * 256  # vectors are never sharded
+    matrices = 4 * parameter_count(config.model) - norms
     state = state_bytes_per_device(config, layout_of(config, 8))
-    assert (state.parameters, state.gradients, state.optimizer) == (total // shares[0], total // shares[1], 2 * total // shares[2])
+    want = tuple(matrices // share + norms for share in shares)
+    assert (state.parameters, state.gradients, state.optimizer) == (want[0], want[1], 2 * want[2])
     assert state.total == state.parameters + state.gradients + state.optimizer
-    assert state.replicated == ()  # all of 256, 512, ... divide over 8
+    assert {leaf.path for leaf in state.replicated} == {"blocks.attention_norm.scale", "blocks.mlp_norm.scale", "head.norm.scale"}
 
 
 def test_bytes_with_tensor_and_replica():
     config = run(zero_stage=3, mesh={"replica": 2, "data": 2, "tensor": 2})
-    norms = 5 * 256  # not split over tensor
+    norms = 5 * 256  # vectors: neither split over tensor nor sharded
     matrices = parameter_count(config.model) - norms
-    assert state_bytes_per_device(config, layout_of(config, 8)).parameters == 4 * (matrices // 4 + norms // 2)
+    assert state_bytes_per_device(config, layout_of(config, 8)).parameters == 4 * (matrices // 4 + norms)
 
 
-def test_leaves_that_zero_cannot_shard_are_listed_and_counted_whole():
+def test_leaves_that_zero_does_not_shard_are_listed_and_counted_whole():
     model = {"num_layers": 2, "embed_dim": 36, "num_heads": 6, "mlp_dim": 64, "vocab_size": 512, "qk_norm": True}
     config = run(zero_stage=3, mesh={"data": 4}, model=model)
     state = state_bytes_per_device(config, layout_of(config, 4))
-    assert {leaf.path for leaf in state.replicated} == {"blocks.attention.query_norm.scale", "blocks.attention.key_norm.scale"}
-    whole = 2 * 2 * 6
+    blocks = {f"blocks.{name}.scale" for name in ("attention_norm", "mlp_norm", "attention.query_norm", "attention.key_norm")}
+    assert {leaf.path for leaf in state.replicated} == blocks | {"head.norm.scale"}
+    whole = 5 * 36 + 2 * 2 * 6
     assert state.parameters == 4 * ((parameter_count(config.model) - whole) // 4 + whole)
 
 
