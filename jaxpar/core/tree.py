@@ -66,6 +66,7 @@ def tree_differences(
         elif name not in wanted:
             lines.append(f"{name}: unknown to the {wanted_in}; the {found_in} has {found[name]}")
         elif found[name] != wanted[name]:
-            what = " and ".join(key for key in ("shape", "dtype") if getattr(found[name], key) != getattr(wanted[name], key))
-            lines.append(f"{name}: {what} differ: {found_in} {found[name]}, {wanted_in} {wanted[name]}")
+            keys = [key for key in ("shape", "dtype") if getattr(found[name], key) != getattr(wanted[name], key)]
+            what = " and ".join(keys) + (" differ" if len(keys) > 1 else " differs")
+            lines.append(f"{name}: {what}: {found_in} {found[name]}, {wanted_in} {wanted[name]}")
     return lines
