@@ -1,0 +1,52 @@
+"""The train step compiled once, ahead: a call with other types is an error that names what changed, never a second compilation."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from jaxpar.core.tree import leaf_type, named_leaves
+from jaxpar.core.typing import Array, PyTree
+from jaxpar.step.state import TrainState
+from jaxpar.train.errors import StepChangedError
+
+
+class Lowerable(Protocol):
+    """What `jax.jit` returns."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered: ...
+
+
+class CompiledStep:
+    """Callable as the step itself: (state, batch) -> (state, metrics)."""
+
+    def __init__(self, step: Lowerable, state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]):
+        """state, batch: abstract, with shardings."""
+        started = time.perf_counter()
+        self._expected = {"state": state, "batch": dict(batch)}
+        self.compiled = step.lower(state, dict(batch)).compile()
+        self.compile_s = time.perf_counter() - started
+
+    def __call__(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        try:
+            return self.compiled(state, dict(batch))
+        except (TypeError, ValueError) as error:
+            if changed := differences(self._expected, {"state": state, "batch": dict(batch)}):
+                text = "\n  ".join(["the train step was compiled for other inputs; what changed:", *changed])
+                raise StepChangedError(text) from error
+            raise
+
+
+def differences(expected: PyTree, given: PyTree) -> list[str]:
+    """One line for each leaf that is missing, new, or of another shape, dtype or sharding."""
+    wanted, found = named_leaves(expected), named_leaves(given)
+    lines = [f"{name}: missing; compiled with {leaf_type(wanted[name])}" for name in wanted if name not in found]
+    lines += [f"{name}: not there when compiled; now {leaf_type(found[name])}" for name in found if name not in wanted]
+    for name in (name for name in wanted if name in found):
+        was, now = wanted[name], found[name]
+        if leaf_type(was) != leaf_type(now):
+            lines.append(f"{name}: compiled with {leaf_type(was)}, now {leaf_type(now)}")
+        elif isinstance(now, jax.Array) and not now.sharding.is_equivalent_to(was.sharding, len(was.shape)):
+            lines.append(f"{name}: compiled with sharding {was.sharding.spec}, now {now.sharding}")
+    return lines

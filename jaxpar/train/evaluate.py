@@ -1,0 +1,34 @@
+"""Evaluation on a fixed set: sums and weights are added over batches and divided once, so short or padded batches weigh what they hold."""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxpar.build import Parts
+from jaxpar.core.typing import Params
+
+
+def evaluate(parts: Parts, params: Params, *, give_up: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+    """Mean of every loss term over the first `train.eval_batches` batches of the held-out set, nats a token for "loss".
+
+    Reads nothing that training changes and changes nothing that training reads. None when `give_up()` turned true between batches.
+    """
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+
+    def add(result: tuple[dict[str, jax.Array], dict[str, jax.Array]]) -> None:
+        for totals, part in zip((sums, weights), jax.device_get(result), strict=True):
+            for name, value in part.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+
+    running = None
+    for rows in parts.eval_data.eval_batches(limit=parts.config.train.eval_batches):
+        if give_up():
+            return None
+        batch = parts.feed.place(rows, parts.config.num_microbatches)
+        previous, running = running, parts.eval_step(params, batch)
+        if previous is not None:
+            add(previous)
+    if running is not None:
+        add(running)
+    return {name: total / weights[name] if weights[name] else 0.0 for name, total in sums.items()}

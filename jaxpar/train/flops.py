@@ -1,0 +1,24 @@
+"""FLOPs of a training step a token: exact for our transformer, 6 x matmul parameters for a model of the user's own."""
+
+import math
+
+from jaxpar.build import Parts
+from jaxpar.config.sizes import train_flops_per_token
+from jaxpar.core.tree import named_leaves
+from jaxpar.mesh.specs import is_plan
+from jaxpar.models.transformer import Transformer
+
+
+def flops_per_token(parts: Parts) -> tuple[int, str]:
+    """(FLOPs of forward and backward, in words how counted). Recomputation does not count: model FLOPs, not hardware FLOPs."""
+    if isinstance(parts.model, Transformer):
+        count = train_flops_per_token(parts.config.model, parts.config.data.seq_len)
+        return count, "matmuls and causal attention (config/sizes.py)"
+    return 6 * matmul_parameters(parts), "6 x matmul parameters: attention or other mixing of this model is not counted"
+
+
+def matmul_parameters(parts: Parts) -> int:
+    """Parameters outside `embed` that map one space to another: of rank 2 or more, not counting the stacking `layers`."""
+    plans = named_leaves(parts.placement.plans, is_leaf=is_plan)
+    maps = [p for path, p in plans.items() if not path.startswith("embed.") and len([n for n in p.names if n != "layers"]) >= 2]
+    return sum(math.prod(plan.shape) for plan in maps)

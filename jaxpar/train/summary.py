@@ -1,0 +1,73 @@
+"""What is about to run, for people, before the first step."""
+
+import math
+import platform
+from importlib.metadata import version
+
+import jax
+
+from jaxpar.build import Parts
+from jaxpar.config.axes import AXES
+from jaxpar.core.tree import named_leaves
+from jaxpar.core.typing import PyTree
+from jaxpar.mesh.specs import is_plan
+from jaxpar.models.init import param_names
+from jaxpar.optim.build import describe_decay
+from jaxpar.train.flops import flops_per_token
+
+Facts = list[tuple[str, str]]
+
+
+def facts_of(parts: Parts) -> Facts:
+    """(what, its value in words) of everything that decides speed, memory or meaning."""
+    c, flops = parts.config, flops_per_token(parts)
+    state = parts.placement.state
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+    data = c.data
+    dtypes = f"compute {c.compute_dtype}, parameters {c.param_dtype}"
+    facts = [
+        ("mesh", mesh_words(parts)),
+        ("parameters", f"{count:,} stored ({dtypes})"),
+        ("bytes a device", f"parameters {size(device_bytes(state.params))}, optimizer {size(device_bytes(state.opt_state))}"),
+        ("attention", parts.attention),
+        ("FLOPs a token", f"{flops[0] / 1e6:,.1f} M, {flops[1]}"),
+        ("optimizer", f"{c.optimizer.name}, lr {c.optimizer.lr:g} {c.optimizer.schedule}"),
+        *(tuple(line.split(": ", 1)) for line in describe_decay(param_names(parts.model)).splitlines()),
+        ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, {c.num_microbatches} microbatch{'es'[: 2 * (c.num_microbatches > 1)]}"),
+        ("data", parts.train_data.describe()),
+    ]
+    if whole := not_sharded(parts):
+        facts.append((f"ZeRO-{c.zero_stage} keeps whole", ", ".join(whole)))
+    return [(str(what), str(words)) for what, words in facts]
+
+
+def mesh_words(parts: Parts) -> str:
+    """Axes in their order, outer to inner, and what they are made of."""
+    axes = " x ".join(f"{axis} {parts.layout.sizes[axis]}" for axis in AXES if parts.layout.sizes[axis] > 1) or "one device"
+    device = parts.mesh.devices.flat[0]
+    return f"{axes}, on {parts.mesh.size} x {device.device_kind}, ZeRO-{parts.config.zero_stage}"
+
+
+def device_bytes(tree: PyTree) -> int:
+    """Bytes of the largest shard of every leaf: what one device holds."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def not_sharded(parts: Parts) -> list[str]:
+    """Parameters that ZeRO should shard and cannot: no free dim divides."""
+    if not parts.config.zero_stage or not parts.layout.zero_axes:
+        return []
+    return [path for path, plan in named_leaves(parts.placement.plans, is_leaf=is_plan).items() if plan.zero_dim is None]
+
+
+def versions() -> dict[str, str]:
+    """Of what decides numbers."""
+    return {"python": platform.python_version()} | {name: version(name) for name in ("jaxpar", "jax", "jaxlib", "flax", "optax")}
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in powers of 1000."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
