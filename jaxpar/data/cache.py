@@ -33,7 +33,7 @@ class CacheEntry:
         if path is None or not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 return {name: stored[name] for name in stored.files}
         except (zipfile.BadZipFile, ValueError, EOFError, KeyError):
             return None

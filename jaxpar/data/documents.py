@@ -42,9 +42,9 @@ def cut_pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield held
 
 
-def decode_pieces(pieces: Iterable[bytes], name: str, errors: str, first_byte: int = 0) -> Iterator[bytes]:
-    """Pieces checked to be UTF-8. first_byte: where the first piece starts in the file, for the message."""
-    position = first_byte
+def decode_pieces(pieces: Iterable[bytes], name: str, errors: str) -> Iterator[bytes]:
+    """Pieces of a whole file, checked to be UTF-8, without its byte order mark."""
+    position = 0
     for piece in pieces:
         text = piece[len(BOM) :] if position == 0 and piece.startswith(BOM) else piece
         try:

@@ -45,7 +45,7 @@ def _field(where: str, first_byte: int, line: bytes, stripped: bytes, field: str
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: field {field!r} must be text, found {type(text).__name__}; choose another data.field of {', '.join(map(repr, record))}"
+            f"{where}: field {field!r} must be text, found {type(text).__name__}; choose data.field among {', '.join(map(repr, record))}"
         )
     return text if not _has_surrogates(text) else _without_surrogates(where, field, text, errors)
 

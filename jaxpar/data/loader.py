@@ -45,11 +45,6 @@ class Dataset:
         """Tokens of the split once through, with the ends of documents."""
         return sum(stream.epoch_tokens for stream in self.streams)
 
-    @property
-    def dropped_tokens(self) -> int:
-        """Tokens that no row ever shows: none, rows go on across documents and epochs."""
-        return 0
-
     def samples(self, sample_B: Int[np.ndarray, " B"]) -> Batch:
         """The rows of these global sample numbers."""
         if len(sample_B) and int(sample_B.max()) >= _MAX_SAMPLES:
@@ -126,7 +121,8 @@ class Dataset:
             corpus = stream.corpus
             share = f", {100 * weight / total:.4g} % of the samples" if len(self.streams) > 1 else ""
             empty = f", {corpus.num_empty:,} empty ones skipped" if corpus.num_empty else ""
-            lines.append(f"{self.split}: {corpus.name}: {corpus.num_documents:,} documents{empty}, {stream.epoch_tokens:,} tokens{share}")
+            rows = f"{stream.epoch_tokens:,} tokens (none dropped, {stream.num_windows:,} rows of {self.config.seq_len})"
+            lines.append(f"{self.split}: {corpus.name}: {corpus.num_documents:,} documents{empty}, {rows}{share}")
         eod = "no end-of-document token" if self.eod is None else f"end of document {self.eod}"
         return "\n".join([*lines, f"tokenizer {self.tokenizer.name} (vocabulary {self.tokenizer.vocab_size:,}, {eod})"])
 

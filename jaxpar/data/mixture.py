@@ -1,8 +1,8 @@
 """Which source a sample comes from: closed-form counts, so that any sample is known without those before it.
 
 The first source takes sample i when floor(i * p) rises there, the next ones share what is left in the same way (Beatty
-sequences, nested). After n samples each count is within one sample per source of its exact share, always, and the counts are
-exact whenever n is a multiple of the sum of the weights as whole numbers. Megatron-LM's greedy rule has the same shares but
+sequences, nested). After any number of samples each count is within k of its exact share, for k sources, and all are exact
+whenever that number is a multiple of the sum of the weights as whole numbers. Megatron-LM's greedy rule has the same shares but
 must be run from the start.
 """
 

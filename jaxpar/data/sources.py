@@ -23,6 +23,8 @@ def open_parts(
     config: DataConfig, *, seed: int, vocab_size: int, split: Split, cache_dir: Path | None, progress: Progress | None
 ) -> tuple[Tokenizer, int | None, list[Corpus | None]]:
     """(tokenizer, end-of-document id, corpus of each part; None: this part of a mixture holds nothing out)."""
+    if not config.parts:
+        raise DataError("data: no source: set data.source, or several under data.mixture")
     tokenizer = load_tokenizer(config.tokenizer, config.eod_token)
     has_text = any(part.source in _TEXT_SOURCES for part in config.parts)
     # Without text and without a word about it, token files are taken as they are: nothing says what ends a document in them.
@@ -68,6 +70,8 @@ class _Reader:
         return corpus.kept(fraction) if split == "train" else corpus.held_out(fraction)
 
     def _read(self, part: SourceConfig, paths: str | tuple[str, ...] | None, number: int) -> Corpus:
+        if part.source not in ("synthetic", "stdlib") and not paths:
+            raise DataError(f"data.path: source {part.source!r} reads files: set path to files, folders or patterns")
         if part.source == "synthetic":
             return synthetic_corpus((self.seed << 16) + number, part.num_tokens, self.vocab_size)
         if part.source == "stdlib":
