@@ -123,10 +123,9 @@ def weights_of(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     out = {}
     for name, parameter in model.named_parameters():
         values = rng.standard_normal(tuple(parameter.shape))
-        if parameter.ndim == 1:
-            values = 0.2 * values + (0.0 if name.endswith("bias") else 1.0)
-        else:
-            values = values * parameter.shape[-1] ** -0.5
+        std = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+        mean = 1.0 if parameter.ndim == 1 and not name.endswith("bias") else 0.0
+        values = mean + std * values
         # Values that float16 holds: half of each float32 is zeros, and the file is half the size.
         out[name] = values.astype(np.float16).astype(np.float32)
     return out
@@ -182,7 +181,7 @@ def main() -> None:
         if check:
             wrong += differences(case, arrays)
         else:
-            np.savez_compressed(HERE / f"hf_{case}.npz", **arrays)
+            np.savez_compressed(HERE / f"hf_{case}.npz", allow_pickle=False, **arrays)
     print(*wrong, sep="\n", end="")
     if check and not wrong:
         print(f"{len(CASES)} files equal transformers {transformers.__version__} on torch {torch.__version__}")

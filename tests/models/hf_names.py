@@ -49,9 +49,16 @@ def _llama_parameters(config: Mapping[str, Any], weights: Weights) -> Tree:
     """Linear stores [out, in]; a head's part of `out` is contiguous."""
     c = config
     head_dim = c["head_dim"] or c["embed_dim"] // c["num_heads"]
-    layers = lambda name: np.stack([weights[f"model.layers.{i}.{name}.weight"] for i in range(c["num_layers"])])
-    kernel = lambda name: {"kernel": layers(name).swapaxes(1, 2)}
-    heads = lambda name, num: {"kernel": kernel(name)["kernel"].reshape(c["num_layers"], c["embed_dim"], num, head_dim)}
+
+    def layers(name: str) -> np.ndarray:
+        return np.stack([weights[f"model.layers.{i}.{name}.weight"] for i in range(c["num_layers"])])
+
+    def kernel(name: str) -> Tree:
+        return {"kernel": layers(name).swapaxes(1, 2)}
+
+    def heads(name: str, num: int) -> Tree:
+        return {"kernel": kernel(name)["kernel"].reshape(c["num_layers"], c["embed_dim"], num, head_dim)}
+
     attention = {
         "query": heads("self_attn.q_proj", c["num_heads"]),
         "key": heads("self_attn.k_proj", c["num_kv_heads"]),
@@ -94,9 +101,16 @@ def _gpt2_parameters(config: Mapping[str, Any], weights: Weights) -> Tree:
     """Conv1D stores [in, out]; c_attn holds query, key and value side by side."""
     c = config
     num_layers, embed, num_heads = c["num_layers"], c["embed_dim"], c["num_heads"]
-    layers = lambda name: np.stack([weights[f"transformer.h.{i}.{name}"] for i in range(num_layers)])
-    norm = lambda name: {"scale": layers(f"{name}.weight"), "bias": layers(f"{name}.bias")}
-    linear = lambda name: {"kernel": layers(f"{name}.weight"), "bias": layers(f"{name}.bias")}
+
+    def layers(name: str) -> np.ndarray:
+        return np.stack([weights[f"transformer.h.{i}.{name}"] for i in range(num_layers)])
+
+    def norm(name: str) -> Tree:
+        return {"scale": layers(f"{name}.weight"), "bias": layers(f"{name}.bias")}
+
+    def linear(name: str) -> Tree:
+        return {"kernel": layers(f"{name}.weight"), "bias": layers(f"{name}.bias")}
+
     kernels, biases = np.split(layers("attn.c_attn.weight"), 3, axis=2), np.split(layers("attn.c_attn.bias"), 3, axis=1)
     attention: Tree = {
         name: {"kernel": kernel.reshape(num_layers, embed, num_heads, -1), "bias": bias.reshape(num_layers, num_heads, -1)}

@@ -55,12 +55,11 @@ def logits_of(parts: Parts, weights: Mapping[str, Any], tokens: np.ndarray) -> n
     assert not lines, "\n".join(lines)
     batch = parts.feed.place({"tokens": tokens, "samples": np.arange(len(tokens), dtype=np.uint32)}, None)
     specs = batch_spec(layout, microbatched=False)
-    entry = lambda axes: axes if axes else None
     mapped = jax.shard_map(
         parts.forward.logits,
         mesh=placement.mesh,
         in_specs=(placement.param_specs, {name: specs[name] for name in batch}),
-        out_specs=P(entry(layout.batch_axes), entry(layout.context_axes), entry(layout.split("vocab"))),
+        out_specs=P(layout.batch_axes or None, layout.context_axes or None, layout.split("vocab") or None),
     )
     logits = jax.jit(mapped)(jax.device_put(params, placement.state_shardings.params), batch)
     return np.asarray(logits)[:, np.argsort(parts.feed.order)]
