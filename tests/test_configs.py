@@ -40,7 +40,7 @@ def test_no_file_is_of_an_unknown_kind():
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_run_files_load_and_open_with_their_command(path, tmp_path):
     config = load_config(path)
-    num_devices = config.mesh.fake_devices or None
+    num_devices = config.mesh.num_fake_devices or None
     assert check(config, num_devices) == []
     assert config.run.dir == f"runs/{path.stem}"
     first = path.read_text().splitlines()[0]
