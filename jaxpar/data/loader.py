@@ -88,8 +88,8 @@ class Dataset:
         """Rows [start, stop) of each batch of the evaluation set: the same every time, every example once, whatever was trained.
 
         Examples come in a fixed shuffled order, so that the first `limit` batches stand for all; the last batch is filled up
-        with rows of weight 0. Without a limit every token of the split but the first of each part is a target (isolated documents:
-        but the first of each window's document).
+        with rows of weight 0. Without a limit every token of the split but the first of each source is a target (isolated
+        documents: but the first of each document in each row).
         """
         size = self.config.global_batch_size
         stop = size if stop is None else stop

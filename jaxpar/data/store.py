@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Integer
@@ -12,6 +12,7 @@ from jaxtyping import Int, Integer
 _MAX_OPEN_MAPS = 256  # each holds a file descriptor; the usual limit is 1024 a process
 
 
+@runtime_checkable
 class Store(Protocol):
     """A long run of tokens."""
 

@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from jaxpar.data.errors import DataError
 
@@ -14,6 +14,7 @@ from jaxpar.data.errors import DataError
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eod|>", "<eod>")
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the data pipeline and sampling need of a tokenizer."""
 
@@ -22,13 +23,13 @@ class Tokenizer(Protocol):
     eod: int  # follows every document
     storage_dtype: type[np.unsignedinteger]  # holds any id that `encode_many` returns
 
-    def encode_many(self, texts: Sequence[bytes]) -> list[Int[np.ndarray, " N"]]:
+    def encode_many(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
         """Ids of valid UTF-8 texts, without special tokens."""
         ...
 
     def encode(self, text: str) -> Int[np.ndarray, " N"]: ...
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " N"]) -> str: ...
+    def decode(self, ids: Sequence[int] | Integer[np.ndarray, " N"]) -> str: ...
 
     def fingerprint(self) -> str: ...
 
@@ -43,13 +44,13 @@ class ByteTokenizer:
     def __init__(self, eod: int = 256):
         self.eod = eod
 
-    def encode_many(self, texts: Sequence[bytes]) -> list[Int[np.ndarray, " N"]]:
+    def encode_many(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
     def encode(self, text: str) -> Int[np.ndarray, " N"]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " N"]) -> str:
+    def decode(self, ids: Sequence[int] | Integer[np.ndarray, " N"]) -> str:
         """Text of the bytes among `ids`; what is not valid UTF-8 shows as U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode(errors="replace")
 
@@ -75,14 +76,14 @@ class FileTokenizer:
         self.storage_dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    def encode_many(self, texts: Sequence[bytes]) -> list[Int[np.ndarray, " N"]]:
+    def encode_many(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
         encodings = self._tokenizer.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, self.storage_dtype) for encoding in encodings]
 
     def encode(self, text: str) -> Int[np.ndarray, " N"]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, " N"]) -> str:
+    def decode(self, ids: Sequence[int] | Integer[np.ndarray, " N"]) -> str:
         """Text of the ids that exist; special tokens are left out."""
         return self._tokenizer.decode([int(i) for i in ids if 0 <= int(i) < self.vocab_size])
 
