@@ -12,14 +12,14 @@ def attend(
     *,
     kernel: Kernel,
     spec: AttentionSpec,
-    axis: str = "",  # noqa: ARG001
+    axis: str = "context",
     ways: int = 1,
     index_S: Int[Array, " S"],
     segments_bS: Int[Array, "b S"] | None = None,
     dropout_words: DropoutWords | None = None,
 ) -> Float[Array, "b S H K"]:
     """Attention over rows that the device holds whole, in natural order."""
-    assert ways == 1
+    assert ways == 1, f"rows are split over {axis}"
     return kernel(
         q_bSHK,
         k_bSGK,

@@ -145,11 +145,11 @@ def _met(ring: Ring, tokens: Tokens, segments: Array | None, step: Array | int) 
 def _step_forward(ring: Ring, tokens: Tokens, segments: Array | None, q: Array, kv: Array, sums: Sums, step: Array | int) -> Sums:
     sees, past = _met(ring, tokens, segments, step)
     if not ring.spec.causal:
-        return _merge(sums, ring.kernel.block_forward(q, *kv, sees))
+        return _merge(sums, ring.kernel.block_forward(q, kv[0], kv[1], sees))
     low, high = _halves(q.shape[1])
     (q1, kv1, sees1), (q2, kv2, sees2) = _quarters(past, q, kv, sees)
-    sums_low, sums_high = sums.part(low), _merge(sums.part(high), ring.kernel.block_forward(q1, *kv1, sees1))
-    merged = _merge(_select(past, sums_low, sums_high), ring.kernel.block_forward(q2, *kv2, sees2))
+    sums_low, sums_high = sums.part(low), _merge(sums.part(high), ring.kernel.block_forward(q1, kv1[0], kv1[1], sees1))
+    merged = _merge(_select(past, sums_low, sums_high), ring.kernel.block_forward(q2, kv2[0], kv2[1], sees2))
     sums_low, sums_high = _select(past, merged, sums_low), _select(past, sums_high, merged)
     return Sums(jnp.concatenate([sums_low.o, sums_high.o], axis=1), jnp.concatenate([sums_low.lse, sums_high.lse], axis=2))
 
@@ -161,7 +161,7 @@ def _step_backward(
 
     def pull(rows: Rows, kv: Array, sees: Visibility) -> tuple[Array, Array]:
         q, o, do, lse_bSH = rows
-        dq, dk, dv = ring.kernel.block_backward(q, *kv, o, jnp.swapaxes(lse_bSH, 1, 2), do, sees)
+        dq, dk, dv = ring.kernel.block_backward(q, kv[0], kv[1], o, jnp.swapaxes(lse_bSH, 1, 2), do, sees)
         return jnp.stack([dk, dv]), dq
 
     sees, past = _met(ring, tokens, segments, step)
