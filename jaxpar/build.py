@@ -29,12 +29,12 @@ from jaxpar.parallel.context.select import select
 from jaxpar.parallel.ctx import AttendFn
 from jaxpar.parallel.forward import Forward
 from jaxpar.parallel.vocab import LossSpec
-from jaxpar.step.eval_step import EvalFn, make_eval_step
+from jaxpar.step.eval_step import make_eval_step
 from jaxpar.step.feed import Feed
 from jaxpar.step.placement import Placement, place
 from jaxpar.step.sample_step import SampleFn, make_sample_step
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import StepFn, make_train_step
+from jaxpar.step.train_step import make_train_step
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Parts:
         return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
     @cached_property
-    def train_step(self) -> StepFn:
+    def train_step(self) -> jax.stages.Wrapped:
         """jit of the pure step; the state is donated."""
         max_norm = self.config.optimizer.max_grad_norm
         clip = partial(clip_factor, max_norm=max_norm) if max_norm else jnp.ones_like
@@ -77,7 +77,7 @@ class Parts:
         return jax.jit(step, donate_argnums=0, out_shardings=(self.placement.state_shardings, self.placement.replicated))
 
     @cached_property
-    def eval_step(self) -> EvalFn:
+    def eval_step(self) -> jax.stages.Wrapped:
         return jax.jit(make_eval_step(self.forward, self.placement))
 
     @cached_property

@@ -1,27 +1,22 @@
 """The train step compiled once, ahead: a call with other types is an error that names what changed, never a second compilation."""
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
 import jax
 
+from jaxpar.build import Parts
 from jaxpar.core.tree import leaf_type, named_leaves
 from jaxpar.core.typing import Array, PyTree
 from jaxpar.step.state import TrainState
+from jaxpar.train.background import Background
 from jaxpar.train.errors import StepChangedError
-
-
-class Lowerable(Protocol):
-    """What `jax.jit` returns."""
-
-    def lower(self, *args: Any) -> jax.stages.Lowered: ...
 
 
 class CompiledStep:
     """Callable as the step itself: (state, batch) -> (state, metrics)."""
 
-    def __init__(self, step: Lowerable, state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]):
+    def __init__(self, step: jax.stages.Wrapped, state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]):
         """state, batch: abstract, with shardings."""
         started = time.perf_counter()
         self._expected = {"state": state, "batch": dict(batch)}
@@ -50,3 +45,10 @@ def differences(expected: PyTree, given: PyTree) -> list[str]:
         elif isinstance(now, jax.Array) and not now.sharding.is_equivalent_to(was.sharding, len(was.shape)):
             lines.append(f"{name}: compiled with sharding {was.sharding.spec}, now {now.sharding}")
     return lines
+
+
+def compile_eval(parts: Parts, give_up: Callable[[], bool]) -> jax.stages.Compiled | None:
+    """The evaluation step, compiled on a thread; None when `give_up()` turned true first: a run asked to stop saves, it does not wait."""
+    batch = parts.feed.abstract(parts.config.data.global_batch_size, parts.config.num_microbatches)
+    make = lambda: parts.eval_step.lower(parts.placement.state.params, batch).compile()
+    return Background(lambda: iter([make()]), 1).next(give_up)

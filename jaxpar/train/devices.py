@@ -35,11 +35,11 @@ def prepare_devices(config: RunConfig) -> str:
     `mesh.fake_devices` makes CPU devices only where no accelerator is found (or JAX_PLATFORMS starts with cpu). Also turns on
     64-bit types for a float64 run. Raises ConfigError where the mesh does not fit the fake devices.
     """
-    kind, words = choose(config.mesh.fake_devices)
+    kind, words = choose(config.mesh.num_fake_devices)
     if kind == "fake":
-        if problems := check(config, config.mesh.fake_devices):
-            raise ConfigError(problems, f"mesh.fake_devices={config.mesh.fake_devices}")
-        make_fake_devices(config.mesh.fake_devices)
+        if problems := check(config, config.mesh.num_fake_devices):
+            raise ConfigError(problems, f"mesh.fake_devices={config.mesh.num_fake_devices}")
+        make_fake_devices(config.mesh.num_fake_devices)
     if config.param_dtype == "float64":
         import jax
 

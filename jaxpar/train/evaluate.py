@@ -6,12 +6,15 @@ import jax
 
 from jaxpar.build import Parts
 from jaxpar.core.typing import Params
+from jaxpar.step.eval_step import EvalFn
 
 
-def evaluate(parts: Parts, params: Params, *, give_up: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+def evaluate(
+    parts: Parts, params: Params, *, step: EvalFn | None = None, give_up: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
     """Mean of every loss term over the first `train.eval_batches` batches of the held-out set, nats a token for "loss".
 
-    Reads nothing that training changes and changes nothing that training reads. None when `give_up()` turned true between batches.
+    step: the compiled evaluation step, where it is at hand. Reads nothing that training changes and changes nothing that training reads. None when `give_up()` turned true between batches.
     """
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -21,12 +24,13 @@ def evaluate(parts: Parts, params: Params, *, give_up: Callable[[], bool] = lamb
             for name, value in part.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
 
+    step = step or parts.eval_step
     running = None
     for rows in parts.eval_data.eval_batches(limit=parts.config.train.eval_batches):
         if give_up():
             return None
         batch = parts.feed.place(rows, parts.config.num_microbatches)
-        previous, running = running, parts.eval_step(params, batch)
+        previous, running = running, step(params, batch)
         if previous is not None:
             add(previous)
     if running is not None:

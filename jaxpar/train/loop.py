@@ -18,7 +18,7 @@ from jaxpar.core.tree import named_leaves, tree_bytes
 from jaxpar.core.typing import Array
 from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
-from jaxpar.train.compiled import CompiledStep
+from jaxpar.train.compiled import CompiledStep, compile_eval
 from jaxpar.train.display import ConsoleDisplay, Display
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
@@ -98,6 +98,7 @@ class Loop:
     clock: Clock
     losses: list[float] = field(default_factory=list)
     eval_loss: float | None = None
+    eval_step: jax.stages.Compiled | None = None
     running: tuple[int, dict[str, Array]] | None = None  # the step whose numbers were not read yet
 
     def __post_init__(self) -> None:
@@ -173,15 +174,23 @@ class Loop:
         """Evaluate and save after a step whose numbers are in; the row is written before the checkpoint exists."""
         row = self.settle() or {"step": self.done}
         if self.evaluates(self.done):
-            began = time.perf_counter()
-            means = evaluate(self.parts, self.state.params, give_up=lambda: self.stop.requested)
-            if means is not None:
-                self.eval_loss = means["loss"]
-                row |= {f"eval_{name}": value for name, value in means.items()} | {"eval_s": time.perf_counter() - began}
+            row |= self.evaluation()
         self.write(row)
         if self.saves(self.done):
             self.save()
         self.clock.restart()
+
+    def evaluation(self) -> Row:
+        """Means over the held-out set; nothing when a stop was asked meanwhile."""
+        asked = lambda: self.stop.requested
+        if self.eval_step is None:
+            self.eval_step = compile_eval(self.parts, asked)
+        began = time.perf_counter()
+        means = evaluate(self.parts, self.state.params, step=self.eval_step, give_up=asked) if self.eval_step else None
+        if means is None:
+            return {}
+        self.eval_loss = means["loss"]
+        return {f"eval_{name}": value for name, value in means.items()} | {"eval_s": time.perf_counter() - began}
 
     def write(self, row: Row) -> None:
         self.log.write(row)
@@ -207,7 +216,9 @@ class Loop:
         self.save(blocking=True)
         self.parts.checkpoints.wait()
         if preempted:
-            self.display.line(f"{self.stop.reason}: saved step {self.done} of {self.parts.config.train.steps}; run the same command to go on")
+            self.display.line(
+                f"{self.stop.reason}: saved step {self.done} of {self.parts.config.train.steps}; run the same command to go on"
+            )
         return Result(self.done, self.losses, self.eval_loss, self.parts.run_dir, preempted, self.state)
 
 

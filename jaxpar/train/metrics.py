@@ -83,7 +83,7 @@ class MetricsLog:
     """metrics.jsonl and, where wanted and installed, TensorBoard."""
 
     def __init__(self, run_dir: Path, attempt: int, tensorboard: bool, first_step: int):
-        """attempt: how often this run was started; every row carries it. first_step: TensorBoard drops what an earlier attempt wrote after it."""
+        """attempt: number of this start of the run, in every row. first_step: TensorBoard drops what earlier attempts wrote after it."""
         self.missing: str | None = None
         self._attempt = attempt
         self._records = RecordWriter(run_dir / "metrics.jsonl")

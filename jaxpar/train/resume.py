@@ -71,7 +71,9 @@ def refuse_changes(parts: Parts, meta: Mapping[str, Any], source: str) -> None:
         bends = [f"train.steps: {steps}: optimizer.schedule={parts.config.optimizer.schedule} had other learning rates so far"]
     if lines + bends:
         advice = "to go on, set these back; to start anew, set another run.dir (or checkpoint.resume=never)"
-        raise ConfigError([*lines, *bends, advice], f"cannot go on from step {meta['step']} in {source}: the curve would not be that of one run")
+        raise ConfigError(
+            [*lines, *bends, advice], f"cannot go on from step {meta['step']} in {source}: the curve would not be that of one run"
+        )
 
 
 def same_rates(parts: Parts, saved_steps: int, done: int) -> bool:

@@ -89,7 +89,7 @@ class StopSignals:
             os._exit(PREEMPTED)
 
 
-def _noticed(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _noticed(number: int, frame: FrameType | None) -> None:
     """Python's part of the handler: nothing, the thread does it."""
 
 

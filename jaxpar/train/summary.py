@@ -33,7 +33,7 @@ def facts_of(parts: Parts) -> Facts:
         ("FLOPs a token", f"{flops[0] / 1e6:,.1f} M, {flops[1]}"),
         ("optimizer", f"{c.optimizer.name}, lr {c.optimizer.lr:g} {c.optimizer.schedule}"),
         *(tuple(line.split(": ", 1)) for line in describe_decay(param_names(parts.model)).splitlines()),
-        ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, {c.num_microbatches} microbatch{'es'[: 2 * (c.num_microbatches > 1)]}"),
+        ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, microbatches: {c.num_microbatches}"),
         ("data", parts.train_data.describe()),
     ]
     if whole := not_sharded(parts):

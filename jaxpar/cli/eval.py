@@ -1,0 +1,18 @@
+"""`jaxpar eval`: the held-out loss of the latest checkpoint, on the mesh of the command line."""
+
+import math
+
+from jaxpar.cli.common import ConfigPath, JsonFile, Overrides, latest_state, start, write_json
+
+
+def evaluate(path: ConfigPath, overrides: Overrides = None, json: JsonFile = None) -> None:
+    """Evaluate the latest checkpoint of CONFIG's run folder on its held-out set (train.eval_batches batches)."""
+    parts = start(path, overrides)
+    state, step = latest_state(parts)
+    from jaxpar.train.evaluate import evaluate as mean_terms
+
+    means = mean_terms(parts, state.params)
+    assert means is not None  # nothing asks it to give up
+    terms = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+    print(f"step {step}: {terms}; perplexity {math.exp(min(means['loss'], 700)):.4g}")
+    write_json(json, {"step": step, "run_dir": str(parts.run_dir), **{f"eval_{name}": value for name, value in means.items()}})

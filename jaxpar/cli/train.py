@@ -1,0 +1,85 @@
+"""`jaxpar train`: train, or go on; then show what the model writes and what to try next."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpar.cli.common import ConfigPath, JsonFile, Overrides, prepare, write_json
+from jaxpar.config.load import load_config
+from jaxpar.train.folder import check_writable
+from jaxpar.train.signals import PREEMPTED, StopSignals
+
+if TYPE_CHECKING:
+    from jaxpar.build import Parts
+    from jaxpar.config.run import RunConfig
+    from jaxpar.train.loop import Result
+
+
+def train(path: ConfigPath, overrides: Overrides = None, json: JsonFile = None) -> int:
+    """Train CONFIG, from where its run folder is; Ctrl-C or SIGTERM saves and exits 75, the same command goes on."""
+    with StopSignals() as stop:
+        config = load_config(path, overrides or [])
+        check_writable(Path(config.run.dir or f"runs/{config.name}"))
+        prepare(config)
+        from jaxpar.build import build
+        from jaxpar.train.loop import fit
+
+        parts = build(config)
+        result = fit(parts, stop=stop)
+    text = None if result.preempted else show_sample(parts, result)
+    write_json(json, summary(result, text))
+    if result.preempted:
+        return PREEMPTED
+    show_end(path, overrides or [], config, parts, result)
+    return 0
+
+
+def summary(result: "Result", text: str | None) -> dict[str, object]:
+    """The result for programs."""
+    last = result.losses[-1] if result.losses and math.isfinite(result.losses[-1]) else None
+    facts = {"step": result.step, "loss": last, "eval_loss": result.eval_loss, "preempted": result.preempted}
+    return {**facts, "run_dir": str(result.run_dir), "sample": text}
+
+
+def show_sample(parts: "Parts", result: "Result") -> str | None:
+    """Print a sample of the length that the config wants, or what fits."""
+    from jaxpar.train.sample import sample
+
+    train = parts.config.train
+    room = parts.config.data.seq_len - max(len(parts.train_data.tokenizer.encode(train.sample_prompt)), 1)
+    if not (num_tokens := min(train.sample_tokens, max(room, 0))):
+        return None
+    text = sample(parts, result.state.params, train.sample_prompt, num_tokens)
+    print(f"\nsample (prompt {train.sample_prompt!r}, temperature 0.8):\n{text}\n")
+    return text
+
+
+def show_end(path: Path, overrides: list[str], config: "RunConfig", parts: "Parts", result: "Result") -> None:
+    """Where everything is, and what to try next."""
+    if result.eval_loss is not None:
+        print(
+            f"evaluation loss {result.eval_loss:.4f} nats a token (perplexity {math.exp(min(result.eval_loss, 700)):.4g}) at step {result.step}"
+        )
+    print(f"run folder: {result.run_dir} (config.yaml, metrics.jsonl, tensorboard/, checkpoints/)")
+    again = " ".join([str(path), *overrides])
+    elsewhere = " ".join([str(path), *(text for text in overrides if not text.startswith("run.dir="))])
+    print("next:")
+    if other := another_mesh(config, parts.mesh.size):
+        print(f"  the same curve under another mesh: jaxpar train {elsewhere} {other} run.dir={result.run_dir}-2")
+    print(f"  more text: jaxpar sample {again} --prompt 'class '")
+    if config.log.tensorboard:
+        print(f"  curves: tensorboard --logdir {result.run_dir.parent}")
+
+
+def another_mesh(config: "RunConfig", num_devices: int) -> str | None:
+    """Overrides of a mesh of as many devices that this run can have and has not."""
+    from jaxpar.config.checks import check
+
+    for tensor, zero_stage in ((1, 3), (2, 3), (4, 1), (1, 0)):
+        sizes = {"replica": 1, "data": num_devices // tensor, "context": 1, "tensor": tensor}
+        mesh = config.mesh.model_copy(update=sizes)
+        other = config.model_copy(update={"mesh": mesh, "zero_stage": zero_stage})
+        if num_devices > 1 and num_devices % tensor == 0 and other != config and not check(other, num_devices):
+            changed = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != getattr(config.mesh, axis)]
+            return " ".join([*changed, *([f"zero_stage={zero_stage}"] if zero_stage != config.zero_stage else [])])
+    return None
