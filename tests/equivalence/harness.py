@@ -94,7 +94,8 @@ def gradients(
     """Means of the loss terms and every gradient leaf, as numpy, in a program of the config's own dtype."""
     with jax.enable_x64(run.compute_dtype == "float64"):
         parts = parts_of(run, model)
-        params = jax.device_put(initial(run), parts.placement.state_shardings.params)
+        values = initial(run) if model is None else jax.jit(lambda: init_params(model, run.seed, run.param_dtype))()
+        params = jax.device_put(values, parts.placement.state_shardings.params)
         batch = parts.feed.place(rows, run.num_microbatches)
         step_fn = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))
         means, grads = step_fn(params, batch, jnp.asarray(step, jnp.int32))
