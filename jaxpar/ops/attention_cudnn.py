@@ -3,9 +3,10 @@
 Causal and window masks stay flags of the flash kernel; documents kept apart, a window across context shards and gathered keys become a bias
 [b or 1, 1, S, T] in memory. The blocks of a ring call the primitives below JAX's public function, as that one rounds the log-sum-exp
 to the inputs' dtype (bfloat16: 3 % wrong weights at a log-sum-exp of 8) and its backward rule ignores the gradient of the log-sum-exp.
-Compiled for GPUs, not run: no GPU was at hand.
+Compiled for H100s with JAX 0.10.2 and 0.12.0.1 (every context method, with and without documents and window), not run: no GPU was at hand.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -15,6 +16,14 @@ from jaxtyping import Array, Float
 from jaxpar.core.vma import vary_alike
 from jaxpar.ops.attention_spec import Visibility
 
+# Static parameters of the primitives that are understood here; JAX 0.12 added score_mod.
+# fmt: off
+PARAMETERS = {
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v",
+    "score_mod_args", "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "score_mod",
+    "cudnn_version", "return_residual",
+}
+# fmt: on
 DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 128  # 256 from Hopper on, which a program compiled elsewhere cannot ask
 
@@ -37,6 +46,8 @@ def check(dtype: Any, head_dim: int, sees_dropout: float, softcap: float | None)
 def missing() -> str | None:
     """Why cuDNN attention is not on this machine; None: it is."""
     try:
+        if unknown := _parameters() - PARAMETERS:
+            return f"this JAX ({jax.__version__}) has a cuDNN attention that jaxpar does not know yet: {', '.join(sorted(unknown))}"
         _primitives().check_cudnn_version()
     except (ImportError, AttributeError) as error:
         return f"this JAX ({jax.__version__}) has its cuDNN attention elsewhere: {error}"
@@ -49,6 +60,10 @@ def _primitives() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
+
+
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(_primitives()._dot_product_attention_fwd).parameters)
 
 
 def attend(
@@ -103,7 +118,7 @@ def _flags(q: Array, sees: Visibility) -> dict[str, Any]:
         "mask_type": kinds.CAUSAL if sees.spec.causal and same else kinds.NO_MASK,
         "layout": _primitives().AttentionLayout.BTNH.value,
         "sliding_window_length": sees.spec.window if same and sees.contiguous else None,
-    }
+    } | ({"score_mod": None} if "score_mod" in _parameters() else {})
 
 
 def _mask(q: Array, k: Array, sees: Visibility) -> Array:

@@ -230,6 +230,10 @@ def test_a_kernel_that_cannot_work_is_refused(asked: tuple[Any, ...], why: str) 
         choose_kernel(*asked)
 
 
+def test_this_jax_has_the_cudnn_attention_that_we_know() -> None:
+    assert attention_cudnn._parameters() <= attention_cudnn.PARAMETERS
+
+
 def test_a_gpu_without_cudnn_is_refused() -> None:
     """JAX's CPU packages hold no cuDNN."""
     assert attention_cudnn.missing() == "cuDNN is not detected."
