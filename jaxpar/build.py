@@ -15,7 +15,7 @@ from jaxpar.config.checks import layout_of
 from jaxpar.config.layout import Layout
 from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model
-from jaxpar.core.typing import Array, Params
+from jaxpar.core.typing import Array
 from jaxpar.data.loader import Dataset, open_dataset
 from jaxpar.data.sources import Split
 from jaxpar.mesh.build import build_mesh
@@ -28,6 +28,7 @@ from jaxpar.optim.specs import state_specs
 from jaxpar.parallel.context.select import select
 from jaxpar.parallel.ctx import AttendFn
 from jaxpar.parallel.forward import Forward
+from jaxpar.parallel.lint import check_reductions
 from jaxpar.parallel.vocab import LossSpec
 from jaxpar.step.eval_step import make_eval_step
 from jaxpar.step.feed import Feed
@@ -104,12 +105,13 @@ class Parts:
 def build(config: RunConfig, *, model: Model | None = None, devices: list[jax.Device] | None = None) -> Parts:
     """Parts of a run on these devices (default: all). model: one of your own in place of the config's transformer.
 
+    A model of your own is traced once more, abstractly: a reduction that it forgets is an error that names the dim.
     Raises ValueError with everything that does not fit, before any array is made.
     """
     devices = jax.devices() if devices is None else devices
     layout = layout_of(config, len(devices))
     mesh = build_mesh(layout, devices)
-    model = Transformer(config.model) if model is None else model
+    own, model = model is not None, Transformer(config.model) if model is None else model
     attend, attention = build_attention(config, layout, devices[0].platform)
     optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model))
     shapes = param_shapes(model, config.param_dtype)
@@ -127,6 +129,8 @@ def build(config: RunConfig, *, model: Model | None = None, devices: list[jax.De
         attention_dropout=config.model.attention_dropout,
     )
     feed = Feed(layout, mesh, config.context.method, config.data.seq_len, config.data.isolate_documents, config.param_dtype)
+    if own:
+        check_reductions(forward, mesh, feed.abstract(config.data.global_batch_size, config.num_microbatches))
     rate = learning_rate(config.optimizer, config.train.steps)
     return Parts(config, layout, mesh, model, forward, placement, optimizer, rate, feed, attention)
 

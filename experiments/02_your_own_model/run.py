@@ -10,8 +10,7 @@ def main(path: str, *overrides: str) -> None:
     print(jaxpar.prepare_devices(config))
     from model import Recurrent  # after the devices are chosen: it imports JAX
 
-    parts = jaxpar.build(config, model=Recurrent(config.model))
-    print(jaxpar.fit(parts))
+    jaxpar.fit(jaxpar.build(config, model=Recurrent(config.model)))
 
 
 if __name__ == "__main__":

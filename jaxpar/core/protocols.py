@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from jaxpar.core.typing import Array, Params, Terms
 
-
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> values
 
 
@@ -77,7 +76,10 @@ class Context(Protocol):
         ...
 
     def whole_sequence(self, x_bSD: Array) -> Array:
-        """All tokens of each row in natural order, for a mixer of the user's own (after `enter`)."""
+        """All tokens of each row in natural order, for a mixer of the user's own (after `enter`).
+
+        Any values per token, [b, S] or [b, S, ...]: segment ids and positions are local to the `context` shard as well.
+        """
         ...
 
     def my_sequence(self, x_bSD: Array) -> Array:
