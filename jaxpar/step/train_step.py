@@ -71,7 +71,7 @@ def make_train_step(
         # ZeRO 1 and 2: each device updates its shard of the parameters; the step's output sharding gathers them.
         params = jax.lax.with_sharding_constraint(state.params, shards) if placement.layout.zero_stage in (1, 2) else state.params
         new_params, opt_state = guarded_update(optimizer, grads, state.opt_state, params, learning_rate=lr, factor=factor, ok=ok)
-        new_state = TrainState(new_params, opt_state, state.step + 1)
+        new_state = TrainState(new_params, opt_state, next_count(state.step, ok))
         metrics = means | {"grad_norm": norm, "param_norm": global_norm(new_params), "lr": lr, "leaf_norms": jnp.sqrt(jnp.stack(squares))}
         return new_state, metrics
 
