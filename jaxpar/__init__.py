@@ -38,7 +38,6 @@ _HOME = {
 __all__ = ["Parts", "Result", "RunConfig", "build", "evaluate", "fit", "load_config", "prepare_devices", "read_records", "sample"]
 
 
-
 class _Package(ModuleType):
     """Importing `jaxpar.build` would bind the module over the function of the same name."""
 

@@ -57,9 +57,8 @@ def show_sample(parts: "Parts", result: "Result") -> str | None:
 def show_end(path: Path, overrides: list[str], config: "RunConfig", parts: "Parts", result: "Result") -> None:
     """Where everything is, and what to try next."""
     if result.eval_loss is not None:
-        print(
-            f"evaluation loss {result.eval_loss:.4f} nats a token (perplexity {math.exp(min(result.eval_loss, 700)):.4g}) at step {result.step}"
-        )
+        perplexity = math.exp(min(result.eval_loss, 700))
+        print(f"evaluation loss {result.eval_loss:.4f} nats a token (perplexity {perplexity:.4g}) at step {result.step}")
     print(f"run folder: {result.run_dir} (config.yaml, metrics.jsonl, tensorboard/, checkpoints/)")
     again = " ".join([str(path), *overrides])
     elsewhere = " ".join([str(path), *(text for text in overrides if not text.startswith("run.dir="))])

@@ -1,7 +1,7 @@
 """The train step compiled once, ahead: a call with other types is an error that names what changed, never a second compilation."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -50,5 +50,8 @@ def differences(expected: PyTree, given: PyTree) -> list[str]:
 def compile_eval(parts: Parts, give_up: Callable[[], bool]) -> jax.stages.Compiled | None:
     """The evaluation step, compiled on a thread; None when `give_up()` turned true first: a run asked to stop saves, it does not wait."""
     batch = parts.feed.abstract(parts.config.data.global_batch_size, parts.config.num_microbatches)
-    make = lambda: parts.eval_step.lower(parts.placement.state.params, batch).compile()
-    return Background(lambda: iter([make()]), 1).next(give_up)
+
+    def make() -> Iterator[jax.stages.Compiled]:
+        yield parts.eval_step.lower(parts.placement.state.params, batch).compile()
+
+    return Background(make, 1).next(give_up)

@@ -14,7 +14,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Mean of every loss term over the first `train.eval_batches` batches of the held-out set, nats a token for "loss".
 
-    step: the compiled evaluation step, where it is at hand. Reads nothing that training changes and changes nothing that training reads. None when `give_up()` turned true between batches.
+    step: the compiled evaluation step, where it is at hand. Reads nothing that training changes and changes nothing that
+    training reads. None when `give_up()` turned true between batches.
     """
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}

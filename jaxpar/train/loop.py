@@ -118,9 +118,12 @@ class Loop:
         self.settle()
         return self.end(preempted=False)
 
+    def asked_to_stop(self) -> bool:
+        return self.stop.requested
+
     def next_batch(self) -> dict[str, Array] | None:
         began = time.perf_counter()
-        batch = self.data.next(lambda: self.stop.requested)
+        batch = self.data.next(self.asked_to_stop)
         self.clock.wait_s += time.perf_counter() - began
         return batch
 
@@ -182,11 +185,10 @@ class Loop:
 
     def evaluation(self) -> Row:
         """Means over the held-out set; nothing when a stop was asked meanwhile."""
-        asked = lambda: self.stop.requested
         if self.eval_step is None:
-            self.eval_step = compile_eval(self.parts, asked)
+            self.eval_step = compile_eval(self.parts, self.asked_to_stop)
         began = time.perf_counter()
-        means = evaluate(self.parts, self.state.params, step=self.eval_step, give_up=asked) if self.eval_step else None
+        means = evaluate(self.parts, self.state.params, step=self.eval_step, give_up=self.asked_to_stop) if self.eval_step else None
         if means is None:
             return {}
         self.eval_loss = means["loss"]
