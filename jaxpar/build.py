@@ -18,13 +18,12 @@ from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array
 from jaxpar.data.loader import Dataset, open_dataset
 from jaxpar.data.sources import Split
-from jaxpar.mesh.build import build_mesh
+from jaxpar.mesh.build import Device, build_mesh
 from jaxpar.models.init import init_params, param_names, param_shapes
 from jaxpar.models.transformer import Transformer
 from jaxpar.ops.attention import AttentionSpec, choose_kernel
 from jaxpar.optim.build import build_optimizer, clip_factor
 from jaxpar.optim.schedule import learning_rate
-from jaxpar.optim.specs import state_specs
 from jaxpar.parallel.context.select import select
 from jaxpar.parallel.ctx import AttendFn
 from jaxpar.parallel.forward import Forward
@@ -102,7 +101,7 @@ class Parts:
         return CheckpointStore(self.run_dir / "checkpoints", self.config.checkpoint)
 
 
-def build(config: RunConfig, *, model: Model | None = None, devices: list[jax.Device] | None = None) -> Parts:
+def build(config: RunConfig, *, model: Model | None = None, devices: list[Device] | None = None) -> Parts:
     """Parts of a run on these devices (default: all). model: one of your own in place of the config's transformer.
 
     A model of your own is traced once more, abstractly: a reduction that it forgets is an error that names the dim.
@@ -115,7 +114,7 @@ def build(config: RunConfig, *, model: Model | None = None, devices: list[jax.De
     attend, attention = build_attention(config, layout, devices[0].platform)
     optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model))
     shapes = param_shapes(model, config.param_dtype)
-    placement = place(layout, mesh, param_names(model), shapes, optimizer, state_specs)
+    placement = place(layout, mesh, param_names(model), shapes, optimizer)
     forward = Forward(
         model=model,
         layout=layout,

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar.config.axes import AXES
 from jaxpar.config.layout import Layout
+
+Device = Any  # jax.Device, which type checkers see as a variable
 
 
 def prepare_fake_devices(num_devices: int) -> None:
@@ -23,7 +26,7 @@ def prepare_fake_devices(num_devices: int) -> None:
     os.environ["NPROC"] = str(max(2 * num_devices, int(os.environ.get("NPROC", "0"))))
 
 
-def build_mesh(layout: Layout, devices: list[jax.Device] | None = None) -> Mesh:
+def build_mesh(layout: Layout, devices: list[Device] | None = None) -> Mesh:
     """A mesh of all six axes in the order of `config.axes.AXES`; the number of devices must be their product."""
     devices = jax.devices() if devices is None else devices
     shape = tuple(layout.sizes[axis] for axis in AXES)

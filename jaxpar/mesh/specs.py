@@ -8,8 +8,15 @@ from jaxpar.config.layout import Layout, LayoutError, LeafPlan, plan_leaf
 from jaxpar.core.tree import path_name
 from jaxpar.core.typing import PyTree
 
-is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
-is_plan = lambda x: isinstance(x, LeafPlan)
+
+def is_names(x: object) -> bool:
+    """True for a leaf of a tree of dim names."""
+    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+
+
+def is_plan(x: object) -> bool:
+    """True for a leaf of a tree of plans."""
+    return isinstance(x, LeafPlan)
 
 
 def plan_tree(layout: Layout, names: PyTree, shapes: PyTree) -> PyTree:
@@ -34,10 +41,15 @@ def plan_tree(layout: Layout, names: PyTree, shapes: PyTree) -> PyTree:
 
 def to_spec(axes: tuple[tuple[str, ...], ...]) -> P:
     """Axes of each dim -> PartitionSpec, without trailing Nones."""
-    entries = [dim_axes if len(dim_axes) > 1 else (dim_axes[0] if dim_axes else None) for dim_axes in axes]
+    entries = [spec_entry(dim_axes) for dim_axes in axes]
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def spec_entry(axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
+    """Axes of one dim in the form that PartitionSpec prints best."""
+    return axes if len(axes) > 1 else (axes[0] if axes else None)
 
 
 def param_specs(layout: Layout, plans: PyTree) -> PyTree:
@@ -59,8 +71,7 @@ def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
 
 def batch_spec(layout: Layout, *, microbatched: bool = True) -> dict[str, P]:
     """Specs of a batch: [M, rows, S] (or [rows, S]); rows over the batch axes, the sequence over `context`."""
-    entry = lambda axes: axes if len(axes) > 1 else (axes[0] if axes else None)
     lead = (None,) if microbatched else ()
-    rows, seq = entry(layout.batch_axes), entry(layout.context_axes)
+    rows, seq = spec_entry(layout.batch_axes), spec_entry(layout.context_axes)
     per_token = ("tokens", "targets", "weights", "positions", "segments")
     return {name: P(*lead, rows, seq) for name in per_token} | {"samples": P(*lead, rows)}

@@ -1,5 +1,7 @@
 """Self-attention with grouped key-value heads; the attention function itself comes from the context."""
 
+from functools import partial
+
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
@@ -28,7 +30,7 @@ class Attention(nnx.Module):
     def __call__(self, x_bSD: Array, ctx: Context) -> Array:
         x_bSD = ctx.enter(x_bSD, "heads")
         # Where `tensor` is a multiple of the key-value heads, a device makes the one head that its queries share.
-        share = lambda w, array_dim: ctx.select(w, array_dim, "kv_heads", "heads")
+        share = partial(ctx.select, dim="kv_heads", of="heads")
         q_bSHK, k_bSGK, v_bSGK = self.query(x_bSD), self.key(x_bSD, pick=share), self.value(x_bSD, pick=share)
         if self.query_norm is not None and self.key_norm is not None:
             q_bSHK, k_bSGK = self.query_norm(q_bSHK), self.key_norm(k_bSGK)

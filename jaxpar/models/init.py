@@ -44,5 +44,5 @@ def _leaf(spec: ParamSpec, key: Array, dtype: jax.typing.DTypeLike) -> Array:
     return jnp.pad(values, [(0, full - part) for full, part in zip(spec.shape, valid, strict=True)])
 
 
-def _map(model: Model, f) -> Params:  # noqa: ANN001
+def _map(model: Model, f) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, spec: f(path_name(path), spec), model.params, is_leaf=is_spec)

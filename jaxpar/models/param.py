@@ -21,11 +21,11 @@ def normal(std: float) -> Initializer:
     return lambda key, shape, dtype: jnp.asarray(std, dtype) * jax.random.normal(key, shape, dtype)
 
 
-def ones(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+def ones(_key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
     """All ones."""
     return jnp.ones(shape, dtype)
 
 
-def zeros(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+def zeros(_key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
     """All zeros."""
     return jnp.zeros(shape, dtype)

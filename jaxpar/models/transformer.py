@@ -23,8 +23,8 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         self.rate = config.dropout
         self.tokens = Table("vocab", config.padded_vocab_size, config.embed_dim, std=config.init_std, valid=config.vocab_size)
-        learned = config.positions == "learned" and config.max_positions
-        self.positions = Table("positions", config.max_positions, config.embed_dim, std=config.init_std) if learned else None
+        rows = config.max_positions if config.positions == "learned" else None
+        self.positions = Table("positions", rows, config.embed_dim, std=config.init_std) if rows else None
 
     def __call__(self, tokens_bS: Array, ctx: Context) -> Array:
         x_bSD = ctx.embed(self.tokens.table[...], tokens_bS)

@@ -36,13 +36,13 @@ def bits(key: tuple[Array, Array], sample_b: Array, position_S: Array, *features
     """
     k0, k1 = fold(key, sample_b.astype(jnp.uint32))
     rank = 1 + len(features)
-    expand = lambda a, dim: a.astype(jnp.uint32).reshape((1,) * dim + a.shape + (1,) * (rank - dim - (a.ndim - 1)))
     k0, k1 = (k.reshape(k.shape + (1,) * rank) for k in (k0, k1))
-    position = jnp.expand_dims(position_S.astype(jnp.uint32), 0).reshape((1, -1) + (1,) * len(features))
-    for i, feature in enumerate(features[:-1]):
-        k0, k1 = _threefry(k0, k1, expand(feature, 2 + i), jnp.asarray(1, jnp.uint32))
-    last = expand(features[-1], 1 + len(features)) if features else jnp.zeros((), jnp.uint32)
-    return _threefry(k0, k1, position, last)[0]
+    # Each index along its own dim of [b, S, *features].
+    along = [index.astype(jnp.uint32).reshape((-1,) + (1,) * (rank - 1 - i)) for i, index in enumerate((position_S, *features))]
+    for feature in along[1:-1]:
+        k0, k1 = _threefry(k0, k1, feature, jnp.ones((), jnp.uint32))
+    last = along[-1] if features else jnp.zeros((), jnp.uint32)
+    return _threefry(k0, k1, along[0], last)[0]
 
 
 def keep_mask(words: Array, rate: float) -> Array:

@@ -83,7 +83,7 @@ class SpmdContext:
             return x
         position_S = self.block_seq_index_S if dims[1] == "block_seq" else self.seq_index_S
         feature_axes = self.layout.split(dims[2])
-        feature = tensor.index(self.layout, feature_axes) * x.shape[2] + jnp.arange(x.shape[2])
+        feature = tensor.index(feature_axes) * x.shape[2] + jnp.arange(x.shape[2], dtype=jnp.int32)
         words = random.bits(random.fold(self.key, self.layer, site), self.samples_b, position_S, feature)
         return random.dropout(x, words, rate)
 
@@ -109,7 +109,7 @@ class SpmdContext:
     def _dropout_words(self, num_heads: int) -> DropoutWords:
         """Bits of attention dropout, each by its global row, head, query and key."""
         assert self.key is not None
-        head_H = tensor.index(self.layout, self.layout.split("heads")) * num_heads + jnp.arange(num_heads)
+        head_H = tensor.index(self.layout.split("heads")) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         return DropoutWords(random.fold(self.key, self.layer, SITE_ATTENTION), self.samples_b, head_H)
 
     def whole_sequence(self, x_bSD: Array) -> Array:
@@ -122,4 +122,3 @@ class SpmdContext:
 
     def my_sequence(self, x_bSD: Array) -> Array:
         return jnp.take(x_bSD, self.seq_index_S, axis=1) if self.layout.context_axes else x_bSD
-

@@ -5,6 +5,7 @@ backward pass; every term of the loss carries its own (sum, weight).
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
 from jaxpar.config.layout import Layout
-from jaxpar.core.typing import Array, Params, Terms
+from jaxpar.core.typing import Array, Params
 from jaxpar.core.vma import vary, varying
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.forward import Batch, Forward
@@ -21,6 +22,7 @@ from jaxpar.parallel.reduce import reduce_gradients
 from jaxpar.parallel.zero import scatter_gradient
 
 Key = tuple[Array, Array]
+T = TypeVar("T")
 
 
 def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key | None) -> tuple[dict[str, Array], Params]:
@@ -33,17 +35,17 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
     params = vary(params, layout.token_axes)
     weights = total_weights(forward, params, batch, key)
 
-    def minimised(params: Params, rows: Batch) -> tuple[Array, Terms]:
-        terms = forward.terms(params, rows, key)
-        parts = [coefficient * terms[name][0] / weights[name] for name, coefficient in forward.model.loss_terms.items()]
-        return sum(parts[1:], parts[0]), terms
+    def minimised(params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
+        sums = {name: total for name, (total, _) in forward.terms(params, rows, key).items()}
+        parts = [coefficient * sums[name] / weights[name] for name, coefficient in forward.model.loss_terms.items()]
+        return sum(parts[1:], parts[0]), sums
 
-    def gradients(rows: Batch) -> tuple[Params, Terms]:
-        loss, pullback, terms = jax.vjp(lambda p: minimised(p, rows), params, has_aux=True)
+    def gradients(rows: Batch) -> tuple[Params, dict[str, Array]]:
+        loss, pullback, sums = jax.vjp(lambda p: minimised(p, rows), params, has_aux=True)
         (grads,) = pullback(vary(jnp.ones_like(loss), tuple(varying(loss))))
         if layout.zero_stage == 2:
             grads = jax.tree.map(lambda plan, g: scatter_gradient(layout, plan, g), forward.plans, grads, is_leaf=is_plan)
-        return grads, {name: total for name, (total, _) in terms.items()}
+        return grads, sums
 
     grads, sums = over_microbatches(gradients, batch)
     return global_means(layout, sums, weights), reduce_gradients(layout, forward.plans, grads)
@@ -56,7 +58,7 @@ def mean_terms(forward: Forward, params: Params, batch: Batch) -> tuple[dict[str
     return {name: s for name, (s, _) in summed.items()}, {name: w for name, (_, w) in summed.items()}
 
 
-def over_microbatches(f: Callable[[Batch], tuple], batch: Batch) -> tuple:
+def over_microbatches(f: Callable[[Batch], T], batch: Batch) -> T:
     """Sum of f over the leading dim; one scan, so the program does not grow with microbatches."""
     first = {name: x[0] for name, x in batch.items()}
     if batch["tokens"].shape[0] == 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.ctx import AttendFn, SpmdContext
+from jaxpar.parallel.remat import remat_policy
 from jaxpar.parallel.vocab import LossSpec
 from jaxpar.parallel.zero import prepare
 
@@ -80,12 +82,10 @@ class Forward:
         return x_bSD, {name: (jnp.sum(total), jnp.sum(weight)) for name, (total, weight) in stacked.items()}
 
     def _prepare(self, part: str, weights: Params) -> Params:
-        one = lambda plan, w: prepare(self.layout, plan, w, self.compute_dtype, stacked=part == "blocks")
+        one = partial(prepare, self.layout, dtype=self.compute_dtype, stacked=part == "blocks")
         return jax.tree.map(one, self.plans[part], weights, is_leaf=is_plan)
 
     def _remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        if self.remat.policy == "none":
-            return layer
-        names = self.remat.save if self.remat.policy == "selective" else ()
+        policy = remat_policy(self.remat, self.layout, self.plans["blocks"])
         # prevent_cse=False: inside a scan XLA cannot merge the recomputation with the forward pass anyway.
-        return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)

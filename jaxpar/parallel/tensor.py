@@ -38,7 +38,7 @@ def leave(layout: Layout, y_bTD: Float[Array, "b T D"], dim: str) -> Float[Array
     return lax.psum(y_bTD, axes)
 
 
-def index(layout: Layout, axes: tuple[str, ...]) -> Array | int:
+def index(axes: tuple[str, ...]) -> Array | int:
     """Which part of something split over `axes` this device holds; 0 when nothing is split."""
     return lax.axis_index(axes) if axes else 0
 

@@ -32,7 +32,7 @@ def embed(layout: Layout, table_VD: Float[Array, "V D"], ids_bS: Int[Array, "b S
     if not axes:
         return jnp.take(table_VD, ids_bS, axis=0, mode="clip")
     rows = table_VD.shape[0]
-    local_bS = ids_bS - index(layout, axes) * rows
+    local_bS = ids_bS - index(axes) * rows
     mine_bS1 = ((local_bS >= 0) & (local_bS < rows))[..., None]
     found_bSD = jnp.take(table_VD, jnp.clip(local_bS, 0, rows - 1), axis=0, mode="clip")
     return leave(layout, jnp.where(mine_bS1, found_bSD, jnp.zeros((), table_VD.dtype)), "vocab")
@@ -47,13 +47,11 @@ def logits(layout: Layout, spec: LossSpec, x_nD: Float[Array, "n D"], w_DV: Floa
     columns = w_DV.shape[1]
     if columns * layout.ways("vocab") == spec.vocab_size:
         return out_nV
-    column_V = index(layout, layout.split("vocab")) * columns + jnp.arange(columns)
+    column_V = index(layout.split("vocab")) * columns + jnp.arange(columns, dtype=jnp.int32)
     return jnp.where(column_V < spec.vocab_size, out_nV, jnp.asarray(-jnp.inf, dtype))
 
 
-def cross_entropy(
-    layout: Layout, spec: LossSpec, x_bSD: Float[Array, "b S D"], w_DV: Array, targets_bS: Array, weights_bS: Array
-) -> Terms:
+def cross_entropy(layout: Layout, spec: LossSpec, x_bSD: Float[Array, "b S D"], w_DV: Array, targets_bS: Array, weights_bS: Array) -> Terms:
     """{"loss": (sum of weighted token losses, sum of weights)}; with a z-loss also its parts, as metrics only.
 
     x is what `enter(., "vocab")` returns. Gradients are computed together with the loss, chunk by chunk, because the loss
@@ -62,14 +60,19 @@ def cross_entropy(
     n = targets_bS.size
     chunk = min(spec.chunk_tokens, n)
     flat = (x_bSD.reshape(n, -1), targets_bS.reshape(n), weights_bS.reshape(n))
-    padding = -n % chunk
-    if padding:  # rows of weight 0
-        flat = tuple(jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1)) for a in flat)
-    x_cnD, targets_cn, weights_cn = (a.reshape(-1, chunk, *a.shape[1:]) for a in flat)
+    x_cnD, targets_cn, weights_cn = (_in_chunks(a, chunk) for a in flat)
     total, plain, z = _chunked(partial(_chunk_sums, layout, spec), x_cnD, w_DV, targets_cn, weights_cn)
     weight = jnp.sum(weights_bS)
     terms = {"loss": (total, weight)}
     return terms | {"cross_entropy": (plain, weight), "z_loss": (z, weight)} if spec.z_loss else terms
+
+
+def _in_chunks(a: Array, chunk: int) -> Array:
+    """[n, ...] -> [chunks, chunk, ...]; the last is filled up with zeros, so with rows of weight 0."""
+    padding = -a.shape[0] % chunk
+    if padding:
+        a = jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
+    return a.reshape(-1, chunk, *a.shape[1:])
 
 
 Sums = tuple[Array, Array, Array]  # total, cross entropy, squared logsumexp; all weighted sums
@@ -81,7 +84,7 @@ def _chunk_sums(layout: Layout, spec: LossSpec, x_nD: Array, w_DV: Array, target
     top_n = lax.stop_gradient(jnp.max(logits_nV, axis=-1))
     top_n = lax.pmax(top_n, axes) if axes else top_n
     columns = logits_nV.shape[-1]
-    local_n = targets_n - index(layout, axes) * columns
+    local_n = targets_n - index(axes) * columns
     mine_n = (local_n >= 0) & (local_n < columns)
     gold_n = jnp.take_along_axis(logits_nV, jnp.clip(local_n, 0, columns - 1)[:, None], axis=-1)[:, 0]
     gold_n = jnp.where(mine_n, gold_n, jnp.zeros((), gold_n.dtype))
@@ -105,12 +108,10 @@ def _chunked(chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, we
     if x_cnD.shape[0] == 1:
         return chunk_fn(x_cnD[0], w_DV, targets_cn[0], weights_cn[0])
     parts = lax.map(lambda args: chunk_fn(args[0], w_DV, args[1], args[2]), (x_cnD, targets_cn, weights_cn))
-    return tuple(jnp.sum(part) for part in parts)  # type: ignore[return-value]
+    return _totals(parts)
 
 
-def _chunked_fwd(
-    chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, weights_cn: Array
-) -> tuple[Sums, tuple[Array, Array]]:
+def _chunked_fwd(chunk_fn: ChunkFn, x_cnD: Array, w_DV: Array, targets_cn: Array, weights_cn: Array) -> tuple[Sums, tuple[Array, Array]]:
     accumulator = wide(w_DV.dtype)
 
     def one(x_nD: Array, targets_n: Array, weights_n: Array) -> tuple[Sums, Array, Array]:
@@ -129,10 +130,15 @@ def _chunked_fwd(
 
     start = vary(jnp.zeros(w_DV.shape, accumulator), tuple(varying(w_DV)))
     dw_DV, (parts, dx_cnD) = lax.scan(step, start, (x_cnD, targets_cn, weights_cn))
-    return tuple(jnp.sum(part) for part in parts), (dx_cnD, dw_DV.astype(w_DV.dtype))  # type: ignore[return-value]
+    return _totals(parts), (dx_cnD, dw_DV.astype(w_DV.dtype))
 
 
-def _chunked_bwd(chunk_fn: ChunkFn, grads: tuple[Array, Array], cotangents: Sums) -> tuple[Array | None, ...]:
+def _totals(parts: Sums) -> Sums:
+    total, plain, z = parts
+    return jnp.sum(total), jnp.sum(plain), jnp.sum(z)
+
+
+def _chunked_bwd(_chunk_fn: ChunkFn, grads: tuple[Array, Array], cotangents: Sums) -> tuple[Array | None, ...]:
     dx_cnD, dw_DV = grads
     return dx_cnD * cotangents[0].astype(dx_cnD.dtype), dw_DV * cotangents[0].astype(dw_DV.dtype), None, None
 

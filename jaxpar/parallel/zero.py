@@ -14,14 +14,14 @@ from jaxpar.config.layout import Layout, LeafPlan
 from jaxpar.core.vma import vary, varying
 
 
-def prepare(layout: Layout, plan: LeafPlan, w: Array, dtype: jax.typing.DTypeLike, *, stacked: bool) -> Array:
+def prepare(layout: Layout, plan: LeafPlan, w: Array, *, dtype: jax.typing.DTypeLike, stacked: bool) -> Array:
     """A stored parameter -> what a layer computes with: cast, and gathered under ZeRO-3.
 
     stacked: `plan` has a leading `layers` dim that `w`, a slice of a scan, has not.
     """
-    if layout.zero_stage < 3 or plan.zero_dim is None:
-        return w.astype(dtype)
-    return _gather(layout.zero_axes, plan.zero_dim - stacked, dtype, w)
+    if layout.zero_stage >= 3 and plan.zero_dim is not None:
+        return _gather(layout.zero_axes, plan.zero_dim - stacked, dtype, w)
+    return w.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -33,7 +33,7 @@ def _gather_fwd(axes: tuple[str, ...], dim: int, dtype: jax.typing.DTypeLike, w:
     return _gather(axes, dim, dtype, w), w[(slice(0, 0),) * w.ndim]  # the residual carries the stored dtype only
 
 
-def _gather_bwd(axes: tuple[str, ...], dim: int, dtype: jax.typing.DTypeLike, like: Array, g: Array) -> tuple[Array]:
+def _gather_bwd(axes: tuple[str, ...], dim: int, _dtype: jax.typing.DTypeLike, like: Array, g: Array) -> tuple[Array]:
     # Summed in the parameter's dtype: a bfloat16 sum over many devices loses the small contributions.
     summed = lax.psum_scatter(vary(g.astype(like.dtype), axes), axes, scatter_dimension=dim, tiled=True)
     return (vary(summed, tuple(varying(like))),)

@@ -10,12 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config.layout import Layout
-from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Params, PyTree
 from jaxpar.mesh import specs
+from jaxpar.optim.specs import state_specs
 from jaxpar.step.state import TrainState
-
-Initial = "Callable[[], Params]"
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,8 @@ class Placement:
         return NamedSharding(self.mesh, P())
 
 
-def place(
-    layout: Layout, mesh: Mesh, names: PyTree, shapes: Params, optimizer: optax.GradientTransformation, state_specs
-) -> Placement:  # noqa: ANN001
-    """Plan every parameter and lay the whole state out; misfits are one LayoutError.
-
-    state_specs: (opt_state, params, param specs, replicated) -> specs of the optimizer state.
-    """
+def place(layout: Layout, mesh: Mesh, names: PyTree, shapes: Params, optimizer: optax.GradientTransformation) -> Placement:
+    """Plan every parameter and lay the whole state out; all that does not fit is one LayoutError."""
     plans = specs.plan_tree(layout, names, shapes)
     opt_state = jax.eval_shape(optimizer.init, shapes)
     opt_specs = state_specs(opt_state, shapes, specs.sharded_specs(layout, plans), P())

@@ -58,7 +58,7 @@ def make_sample_step(forward: Forward, placement: Placement, order: Array, seed:
         def one(i: Array, tokens_bS: Array) -> Array:
             position = start + i - 1
             logits_bV = next_logits(params, {**batch, "tokens": tokens_bS}, position)
-            words_bV = random.bits(key, batch["samples"], position[None], jnp.arange(logits_bV.shape[1]))[:, 0]
+            words_bV = random.bits(key, batch["samples"], position[None], jnp.arange(logits_bV.shape[1], dtype=jnp.int32))[:, 0]
             uniform = (words_bV.astype(logits_bV.dtype) + 0.5) / jnp.asarray(2.0**32, logits_bV.dtype)
             noise_bV = -jnp.log(-jnp.log(uniform)) * temperature.astype(logits_bV.dtype)
             chosen_b = jnp.argmax(logits_bV + noise_bV, axis=-1).astype(tokens_bS.dtype)

@@ -1,10 +1,11 @@
 """What a step changes: parameters, optimizer state, number of updates done."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from jaxpar.core.typing import Array, Params, PyTree
+from jaxpar.core.typing import Params, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -14,4 +15,4 @@ class TrainState:
 
     params: Params
     opt_state: PyTree
-    step: Array  # int32: optimizer steps taken, counting skipped ones
+    step: Any  # int32 array: optimizer steps taken, counting skipped ones

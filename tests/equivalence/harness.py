@@ -147,8 +147,12 @@ NOISE = {"blocks.attention.key.bias": "blocks.attention.query.bias"}
 def leaf_errors(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Relative L2 of every leaf; leaves of NOISE are joined to their neighbour."""
     assert got.keys() == want.keys()
-    joined = lambda tree, name: np.concatenate([tree[n].ravel() for n in (name, *(a for a, b in NOISE.items() if b == name and a in tree))])
-    return {name: relative_l2(joined(got, name), joined(want, name)) for name in want if name not in NOISE}
+    return {name: relative_l2(_joined(got, name), _joined(want, name)) for name in want if name not in NOISE}
+
+
+def _joined(tree: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    names = [name, *(noise for noise, neighbour in NOISE.items() if neighbour == name and noise in tree)]
+    return np.concatenate([tree[n].ravel() for n in names])
 
 
 def assert_float64(run: RunConfig, rows_seed: int = 0) -> None:

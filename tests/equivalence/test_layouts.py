@@ -22,7 +22,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied_embeddings": True,
         "dropout": 0.1,
     },
-    "gemma": {"num_kv_heads": 4, "sliding_window": 9, "attention_softcap": 5.0, "logits_softcap": 3.0, "vocab_size": 90, "vocab_multiple": 8},
+    "gemma": {
+        "num_kv_heads": 4,
+        "sliding_window": 9,
+        "attention_softcap": 5.0,
+        "logits_softcap": 3.0,
+        "vocab_size": 90,
+        "vocab_multiple": 8,
+    },
     "one_kv_head": {"num_kv_heads": 1, "head_dim": 16, "rope_scaling": {"factor": 4.0, "original_max_seq_len": 8}, "dropout": 0.2},
     "attention_dropout": {"attention_dropout": 0.2, "dropout": 0.1},
 }
@@ -71,7 +78,9 @@ def test_float64_gate(index: int) -> None:
 @pytest.mark.parametrize("index", cases(range(NUM_DRAWN, NUM_DRAWN + NUM_FLOAT32)))
 def test_float32_gate(index: int) -> None:
     name, run = draw(index)
-    assert_float32(config({"model": MODELS[name]}, run.model_dump(include={"mesh", "zero_stage", "num_microbatches", "context", "remat"}), FLOAT32))
+    assert_float32(
+        config({"model": MODELS[name]}, run.model_dump(include={"mesh", "zero_stage", "num_microbatches", "context", "remat"}), FLOAT32)
+    )
 
 
 def test_the_draw_covers_what_it_should() -> None:
