@@ -7,8 +7,8 @@ preempted, run the same command to go on; 130 stopped by Ctrl-C. JAXPAR_TRACEBAC
 import os
 import sys
 import traceback
+from typing import cast
 
-import click
 import typer
 
 from jaxpar.cli.doctor import doctor
@@ -18,6 +18,8 @@ from jaxpar.cli.train import train
 from jaxpar.train.signals import INTERRUPTED
 
 WRONG_INPUT, CHECK_FAILED = 2, 3
+# Newer typer carries a copy of click, older ones import it: what typer itself exports is right in both.
+USAGE_ERROR = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,10 +48,10 @@ def run(arguments: list[str]) -> int:
     try:
         result = app(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.ClickException as error:
+    except USAGE_ERROR as error:
         error.show()
         return WRONG_INPUT
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except ValueError as error:

@@ -16,16 +16,15 @@ class Backend:
     """A kind of accelerator: its device files, and the package through which JAX reaches it."""
 
     name: str
-    files: str  # pattern under /dev
+    files: tuple[str, ...]  # patterns under /dev
     modules: tuple[str, ...]
     install: str
 
 
 BACKENDS = (
-    Backend("cuda", "nvidia[0-9]*", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "pip install 'jaxpar[cuda12]' (or cuda13)"),
-    Backend("rocm", "kfd", ("jax_rocm60_plugin", "jax_rocm7_plugin"), "see JAX's installation page for AMD GPUs"),
-    Backend("tpu", "accel[0-9]*", ("libtpu",), "pip install 'jax[tpu]'"),
-    Backend("tpu", "vfio/[0-9]*", ("libtpu",), "pip install 'jax[tpu]'"),
+    Backend("cuda", ("nvidia[0-9]*", "dxg"), ("jax_cuda12_plugin", "jax_cuda13_plugin"), "pip install 'jaxpar[cuda12]' (or cuda13)"),
+    Backend("rocm", ("kfd",), ("jax_rocm60_plugin", "jax_rocm7_plugin"), "see JAX's installation page for AMD GPUs"),
+    Backend("tpu", ("accel[0-9]*", "vfio/[0-9]*"), ("libtpu",), "pip install 'jax[tpu]'"),
 )
 
 
@@ -40,6 +39,8 @@ def prepare_devices(config: RunConfig) -> str:
         if problems := check(config, config.mesh.num_fake_devices):
             raise ConfigError(problems, f"mesh.fake_devices={config.mesh.num_fake_devices}")
         make_fake_devices(config.mesh.num_fake_devices)
+    elif platforms := os.environ.get("JAX_PLATFORMS"):
+        require_platform(platforms)
     if config.param_dtype == "float64":
         import jax
 
@@ -61,11 +62,26 @@ def choose(fake_devices: int) -> tuple[str, str]:
     return "real", f"real devices ({found}), so mesh.fake_devices={fake_devices} is not used"
 
 
+def require_platform(platforms: str) -> None:
+    """ConfigError where JAX does not find what JAX_PLATFORMS asks for: a plugin that is not installed, or no such device."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        hint = (
+            accelerators()[1] or "`jaxpar doctor` shows what is installed; without JAX_PLATFORMS, CPU devices serve where nothing else is"
+        )
+        raise ConfigError(
+            [f"JAX finds no such device{f': {error}' if str(error) else ''}; {hint}"], f"JAX_PLATFORMS={platforms}"
+        ) from error
+
+
 def accelerators() -> tuple[str | None, str | None]:
     """(name of an accelerator that JAX can use, else None; a word on one that it cannot use for want of a package)."""
     missing = None
     for backend in BACKENDS:
-        if any(Path("/dev").glob(backend.files)):
+        if any(any(Path("/dev").glob(pattern)) for pattern in backend.files):
             if any(importlib.util.find_spec(module) for module in backend.modules):
                 return backend.name, None
             missing = f"a {backend.name} device is here but JAX has no plugin for it: {backend.install}"

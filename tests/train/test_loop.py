@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -131,7 +130,7 @@ def test_losses_are_numbers_of_nats(run: Run) -> None:
     assert result.losses[0] == pytest.approx(math.log(257), rel=0.02)  # 257 ids, the 7 of padding never count
 
 
-def test_the_run_folder_of_a_running_process_is_refused(make: Make, tiny: Path) -> None:
+def test_the_run_folder_of_a_running_process_is_refused(make: Make) -> None:
     from jaxpar.train.folder import locked
 
     parts = make()

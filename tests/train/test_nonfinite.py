@@ -83,7 +83,7 @@ def test_stop_names_step_and_tensor_and_keeps_the_last_good_state(poisoned: Call
 
 def test_overflow_ends_the_run_after_max_skipped(run: Run) -> None:
     huge = ("optimizer.lr=3e38", "optimizer.warmup_steps=0", "optimizer.max_grad_norm=null", "optimizer.schedule=constant")
-    with pytest.raises(NonFiniteError, match="such steps in a row, train.max_skipped=3"):
+    with pytest.raises(NonFiniteError, match=r"such steps in a row, train.max_skipped=3"):
         run(*huge, "train.on_nonfinite=skip", "train.max_skipped=3")
-    with pytest.raises(NonFiniteError, match="lower optimizer.lr"):
+    with pytest.raises(NonFiniteError, match=r"lower optimizer.lr"):
         run(*huge, folder="stop")

@@ -83,7 +83,7 @@ def test_more_steps_where_the_learning_rates_so_far_stay(run: Run, make: Make) -
     assert not same_rates(wsd, 50, done=45)
 
 
-def test_other_data_is_refused(make: Make, run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_other_data_is_refused(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     from tests.train.tiny import write_texts
 
     run("train.steps=2", "optimizer.schedule=constant")

@@ -1,0 +1,59 @@
+"""What the user can mend: the message, exit status 2, no traceback, nothing computed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+STEPS = ("train.steps=2",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("optimizer.learning_rat=1",), ("optimizer.learning_rat: unknown key", "did you mean")),
+        (("mesh.data=2", "mesh.fake_devices=4"), ("data 2 = 2", "4 devices")),
+        (("mesh.data=8", "mesh.fake_devices=4"), ("data 8 = 8", "4 devices")),
+        (("mesh.data=3", "mesh.fake_devices=auto"), ("global_batch_size",)),
+        (("model.num_heads=3", "optimizer.warmup_steps=9"), ("model.num_heads", "warmup_steps")),
+        (("run.dir=tiny.yaml/run",), ("cannot write in tiny.yaml/run", "run.dir=")),
+        (("checkpoint.resume=nowhere",), ("checkpoint.resume",)),
+        (("--nonsense",), ("No such option",)),
+    ],
+)
+def test_exit_2_with_a_message(command: Command, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    before = set(command.folder.iterdir())
+    code, _, err = command.train(*STEPS, *overrides)
+    assert code == 2, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+    assert {path for path in command.folder.iterdir() if path.name != "runs"} <= before
+
+
+def test_no_checkpoint_to_read(command: Command) -> None:
+    code, _, err = command("eval", str(command.config), "run.dir=empty")
+    assert (code, "no checkpoint in empty; train first" in err) == (2, True), err
+
+
+def test_an_accelerator_that_is_asked_for_is_not_replaced(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX_PLATFORMS=cuda and no GPU: never fake devices in silence."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    code, _, err = command.train(*STEPS, "mesh.data=2", "mesh.fake_devices=auto", "run.dir=asked")
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert "JAX_PLATFORMS=cuda: 1 problem" in err
+
+
+def test_doctor(command: Command, tmp_path: Path) -> None:
+    code, out, err = command(
+        "doctor", str(command.config), "mesh.data=2", "mesh.fake_devices=auto", "--json", str(tmp_path / "doctor.json")
+    )
+    assert code == 0, err
+    assert "fits" in out
+    assert "process 0: 2:" in out
+    assert "jaxpar[cuda12]" in out
+    code, out, _ = command("doctor", "--schema")
+    assert code == 0
+    assert '"$schema"' in out
