@@ -12,10 +12,11 @@ LOOK_S = 0.2  # how often a wait looks whether it should end
 class Background(Generic[T]):
     """Runs `make()` on a thread, at most `ahead` finished items in advance. Errors of the thread are raised by `next`."""
 
-    def __init__(self, make: Callable[[], Iterator[T]], ahead: int):
+    def __init__(self, make: Callable[[], Iterator[T]], ahead: int, *, daemon: bool = True):
+        """daemon: a source that may hang for ever must not hold up the end of the process; a compilation must, or XLA aborts it."""
         self._queue: queue.Queue[T | BaseException] = queue.Queue(ahead)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(make,), name="jaxpar-data", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), name="jaxpar-background", daemon=daemon)
         self._thread.start()
 
     def next(self, give_up: Callable[[], bool]) -> T | None:

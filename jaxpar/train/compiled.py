@@ -33,6 +33,16 @@ class CompiledStep:
             raise
 
 
+def compiling(parts: Parts) -> Background[CompiledStep]:
+    """The train step of a run, being compiled on a thread while the state is made or read (quickstart: 2.6 s beside 6 s)."""
+
+    def make() -> Iterator[CompiledStep]:
+        batch = parts.feed.abstract(parts.config.data.global_batch_size, parts.config.num_microbatches)
+        yield CompiledStep(parts.train_step, parts.placement.state, batch)
+
+    return Background(make, 1, daemon=False)
+
+
 def differences(expected: PyTree, given: PyTree) -> list[str]:
     """One line for each leaf that is missing, new, or of another shape, dtype or sharding."""
     wanted, found = named_leaves(expected), named_leaves(given)
@@ -54,4 +64,4 @@ def compile_eval(parts: Parts, give_up: Callable[[], bool]) -> jax.stages.Compil
     def make() -> Iterator[jax.stages.Compiled]:
         yield parts.eval_step.lower(parts.placement.state.params, batch).compile()
 
-    return Background(make, 1).next(give_up)
+    return Background(make, 1, daemon=False).next(give_up)

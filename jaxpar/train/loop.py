@@ -18,7 +18,7 @@ from jaxpar.core.tree import named_leaves, tree_bytes
 from jaxpar.core.typing import Array
 from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
-from jaxpar.train.compiled import CompiledStep, compile_eval
+from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
 from jaxpar.train.display import ConsoleDisplay, Display
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
@@ -63,17 +63,18 @@ def fit(parts: Parts, *, stop: StopSignals | None = None, display: Display | Non
 
 def train(parts: Parts, start: Start, stop: StopSignals, display: Display) -> Result:
     """Prepare the folder, compile, run the steps, close what was opened."""
+    display.line("compiling the train step")
+    compilation = compiling(parts)
+    state = start.make()
     if warning := parts.checkpoints.prepare(tree_bytes(parts.placement.state), start.step if start.own else 0):
         display.line(warning)
     log = open_log(parts, start, display)
     data = Background(lambda: placed_batches(parts, start.samples_seen), parts.config.data.prefetch)
-    loop = None
     try:
-        display.line("compiling the train step")
-        batch = parts.feed.abstract(parts.config.data.global_batch_size, parts.config.num_microbatches)
-        step = CompiledStep(parts.train_step, parts.placement.state, batch)
+        step = compilation.next(lambda: False)
+        assert step is not None  # nothing gives up: before the first step it is the listening thread that ends the process
         display.line(f"compiled in {step.compile_s:.1f} s")
-        loop = Loop(parts, start, stop, display, log, step, data, clock_of(parts))
+        loop = Loop(parts, start, state, stop, display, log, step, data, clock_of(parts))
         stop.loop_acts()
         display.start(start.step, parts.config.train.steps)
         return loop.run()
@@ -90,6 +91,7 @@ class Loop:
 
     parts: Parts
     start: Start
+    state: TrainState
     stop: StopSignals
     display: Display
     log: MetricsLog
@@ -102,7 +104,7 @@ class Loop:
     running: tuple[int, dict[str, Array]] | None = None  # the step whose numbers were not read yet
 
     def __post_init__(self) -> None:
-        self.state, self.done, self.saved = self.start.state, self.start.step, self.start.step
+        self.done = self.saved = self.start.step
         self.policy = NonFinitePolicy(self.parts.config.train, list(named_leaves(self.parts.placement.shapes)))
 
     def run(self) -> Result:
@@ -250,4 +252,4 @@ def finished_before(parts: Parts, start: Start, display: Display) -> Result:
     steps = parts.config.train.steps
     display.line(f"already finished: step {start.step} of {steps}; for more steps set train.steps, for a new run another run.dir")
     evaluations = [row["eval_loss"] for row in read_records(parts.run_dir / "metrics.jsonl") if "eval_loss" in row]
-    return Result(start.step, [], evaluations[-1] if evaluations else None, parts.run_dir, False, start.state)
+    return Result(start.step, [], evaluations[-1] if evaluations else None, parts.run_dir, False, start.make())

@@ -5,7 +5,7 @@ as it was; how the run is laid out may change. `train.steps` may change where th
 stay what they were (constant, or wsd before its decay), which is computed, not guessed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ CHANGES_CURVE = ("optimizer.", "compute_dtype", "z_loss")
 
 @dataclass(frozen=True)
 class Start:
-    """state: sharded as the run wants it. step: updates done. words: for people."""
+    """make: the state, sharded as the run wants it. step: updates done. words: for people."""
 
-    state: TrainState
+    make: Callable[[], TrainState]
     step: int
     samples_seen: int
     words: str
@@ -42,12 +42,12 @@ def find_start(parts: Parts) -> Start:
     if resume == "never":
         aside = set_aside(parts.run_dir)
         moved = f"; what an earlier run left is now in {aside}" if aside else ""
-        return Start(parts.init_state(), 0, 0, f"step 0 (checkpoint.resume=never{moved})")
+        return Start(parts.init_state, 0, 0, f"step 0 (checkpoint.resume=never{moved})")
     if parts.checkpoints.latest() is not None:
         return restored(parts, parts.checkpoints)
     if resume != "auto":
         return restored(parts, CheckpointStore(Path(resume), parts.config.checkpoint), own=False)
-    return Start(parts.init_state(), 0, 0, "step 0")
+    return Start(parts.init_state, 0, 0, "step 0")
 
 
 def restored(parts: Parts, store: CheckpointStore, *, own: bool = True) -> Start:
@@ -55,10 +55,14 @@ def restored(parts: Parts, store: CheckpointStore, *, own: bool = True) -> Start
     meta = store.read_meta()
     refuse_changes(parts, meta, str(store.folder))
     config = parts.config.model_dump(mode="json")
-    state, meta = store.restore(meta["step"], parts.placement.state, config=config, fingerprint=parts.train_data.fingerprint())
+    fingerprint = parts.train_data.fingerprint()
     told = [line for line in config_changes(meta["config"], config) if line.startswith(("mesh", "zero_stage", "num_microbatches"))]
     words = "\n  ".join([f"step {meta['step']}, from {store.folder}", *told])
-    return Start(state, meta["step"], meta["samples_seen"], words, own)
+
+    def make() -> TrainState:
+        return store.restore(meta["step"], parts.placement.state, config=config, fingerprint=fingerprint)[0]
+
+    return Start(make, meta["step"], meta["samples_seen"], words, own)
 
 
 def refuse_changes(parts: Parts, meta: Mapping[str, Any], source: str) -> None:
