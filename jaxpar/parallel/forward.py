@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from jaxpar.config.train import RematConfig
 from jaxpar.core.dtypes import wide
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params, PyTree, Terms
-from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.ctx import AttendFn, SpmdContext
 from jaxpar.parallel.remat import remat_policy
 from jaxpar.parallel.vocab import LossSpec
@@ -82,8 +80,7 @@ class Forward:
         return x_bSD, {name: (jnp.sum(total), jnp.sum(weight)) for name, (total, weight) in stacked.items()}
 
     def _prepare(self, part: str, weights: Params) -> Params:
-        one = partial(prepare, self.layout, dtype=self.compute_dtype, stacked=part == "blocks")
-        return jax.tree.map(one, self.plans[part], weights, is_leaf=is_plan)
+        return prepare(self.layout, self.plans[part], weights, dtype=self.compute_dtype, stacked=part == "blocks")
 
     def _remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         policy = remat_policy(self.remat, self.layout, self.plans["blocks"])

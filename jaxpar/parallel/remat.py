@@ -24,13 +24,13 @@ def keep_all_but_weights(layout: Layout, block_plans: PyTree) -> Policy:
     """Keep every residual except a layer's gathered (ZeRO-3) or cast weights, which are made again from the stored ones.
 
     Kept, those of all layers would be there at once, and ZeRO-3 would save nothing. They are told by what makes them: `zero`'s
-    gather (a function with its own backward rule) or a cast, of one array with the shape of a stored weight.
+    gather (a function with its own backward rule) or a cast, of arrays that all have the shape of a stored weight.
     """
     stored = {_local_shape(layout, plan) for plan in jax.tree.leaves(block_plans, is_leaf=is_plan)}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         prepares = primitive.name in ("custom_vjp_call", "convert_element_type")
-        return not (prepares and len(avals) == 1 and avals[0].shape in stored)
+        return not (prepares and all(aval.shape in stored for aval in avals))
 
     return policy
 

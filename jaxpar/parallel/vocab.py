@@ -90,7 +90,8 @@ def _chunk_sums(layout: Layout, spec: LossSpec, x_nD: Array, w_DV: Array, target
     gold_n = jnp.where(mine_n, gold_n, jnp.zeros((), gold_n.dtype))
     sumexp_n = jnp.sum(jnp.exp(logits_nV - top_n[:, None]), axis=-1)
     if axes:
-        sumexp_n, gold_n = lax.psum(jnp.stack([sumexp_n, gold_n]), axes)
+        both_2n = lax.psum(jnp.stack([sumexp_n, gold_n]), axes)
+        sumexp_n, gold_n = both_2n[0], both_2n[1]
     lse_n = jnp.log(sumexp_n) + top_n
     weights_n = weights_n.astype(lse_n.dtype)
     plain = jnp.sum((lse_n - gold_n) * weights_n)

@@ -1,45 +1,107 @@
-"""ZeRO (Rajbhandari et al., arXiv 1910.02054) as three small functions on one leaf.
+"""ZeRO (Rajbhandari et al., arXiv 1910.02054): gathering stored parameters, scattering gradients.
 
 Stage 1 shards optimizer state, so gradients leave the step reduce-scattered; stage 2 scatters each microbatch's gradient
 before it is accumulated; stage 3 stores parameters sharded and gathers a layer's when it is used.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from jaxpar.config.layout import Layout, LeafPlan
+from jaxpar.core.typing import Params, PyTree
 from jaxpar.core.vma import vary, varying
+from jaxpar.mesh.specs import is_plan
+
+# Weights up to this size (gathered) share one collective: below it the latency of a collective costs more than copying.
+# Larger ones have their own, which needs no copy.
+BUNDLE_BYTES = 4 << 20
+
+Axes = tuple[str, ...]
+Dims = tuple[int, ...]
 
 
-def prepare(layout: Layout, plan: LeafPlan, w: Array, *, dtype: jax.typing.DTypeLike, stacked: bool) -> Array:
-    """A stored parameter -> what a layer computes with: cast, and gathered under ZeRO-3.
+def prepare(layout: Layout, plans: PyTree, weights: Params, *, dtype: jax.typing.DTypeLike, stacked: bool) -> Params:
+    """Stored parameters of a part or a layer -> what it computes with: cast, and gathered under ZeRO-3.
 
-    stacked: `plan` has a leading `layers` dim that `w`, a slice of a scan, has not.
+    stacked: plans have a leading `layers` dim that the weights, slices of a scan, have not.
     """
-    if layout.zero_stage >= 3 and plan.zero_dim is not None:
-        return _gather(layout.zero_axes, plan.zero_dim - stacked, dtype, w)
-    return w.astype(dtype)
+    plan_leaves = jax.tree.leaves(plans, is_leaf=is_plan)
+    leaves, tree = jax.tree.flatten(weights)
+    dims = [None if layout.zero_stage < 3 or plan.zero_dim is None else plan.zero_dim - stacked for plan in plan_leaves]
+    for members in _bundles(layout, leaves, dims):
+        gathered = _gather(layout.zero_axes, tuple(dims[i] or 0 for i in members), dtype, tuple(leaves[i] for i in members))
+        for i, w in zip(members, gathered, strict=True):
+            leaves[i] = w
+    return jax.tree.unflatten(tree, [w.astype(dtype) for w in leaves])
+
+
+def _bundles(layout: Layout, leaves: Sequence[Array], dims: Sequence[int | None]) -> list[list[int]]:
+    """Which leaves are gathered together."""
+    sharded = [i for i, dim in enumerate(dims) if dim is not None]
+    ways = layout.size(layout.zero_axes)
+    small = [i for i in sharded if leaves[i].size * leaves[i].dtype.itemsize * ways <= BUNDLE_BYTES]
+    return [[i] for i in sharded if i not in small] + ([small] if small else [])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(axes: tuple[str, ...], dim: int, dtype: jax.typing.DTypeLike, w: Array) -> Array:
-    return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
+def _gather(axes: Axes, dims: Dims, dtype: jax.typing.DTypeLike, shards: tuple[Array, ...]) -> tuple[Array, ...]:
+    cast = [w.astype(dtype) for w in shards]
+    if len(cast) == 1:
+        return (lax.all_gather(cast[0], axes, axis=dims[0], tiled=True),)
+    packed_WN = lax.all_gather(jnp.concatenate([w.ravel() for w in cast]), axes)
+    return tuple(_merge(part.reshape(-1, *w.shape), dim) for part, w, dim in zip(_split(packed_WN, cast), cast, dims, strict=True))
 
 
-def _gather_fwd(axes: tuple[str, ...], dim: int, dtype: jax.typing.DTypeLike, w: Array) -> tuple[Array, Array]:
-    return _gather(axes, dim, dtype, w), w[(slice(0, 0),) * w.ndim]  # the residual carries the stored dtype only
+def _gather_fwd(
+    axes: Axes, dims: Dims, dtype: jax.typing.DTypeLike, shards: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    # The residuals carry the stored dtype and varying axes only.
+    return _gather(axes, dims, dtype, shards), tuple(w[(slice(0, 0),) * w.ndim] for w in shards)
 
 
-def _gather_bwd(axes: tuple[str, ...], dim: int, _dtype: jax.typing.DTypeLike, like: Array, g: Array) -> tuple[Array]:
+def _gather_bwd(
+    axes: Axes, dims: Dims, _dtype: jax.typing.DTypeLike, like: tuple[Array, ...], grads: tuple[Array, ...]
+) -> tuple[tuple[Array, ...]]:
     # Summed in the parameter's dtype: a bfloat16 sum over many devices loses the small contributions.
-    summed = lax.psum_scatter(vary(g.astype(like.dtype), axes), axes, scatter_dimension=dim, tiled=True)
-    return (vary(summed, tuple(varying(like))),)
+    wide = [vary(g.astype(was.dtype), axes) for g, was in zip(grads, like, strict=True)]
+    if len(wide) == 1:
+        summed = [lax.psum_scatter(wide[0], axes, scatter_dimension=dims[0], tiled=True)]
+    else:
+        ways = math.prod(lax.axis_size(axis) for axis in axes)
+        parts = [_part(g, dim, ways) for g, dim in zip(wide, dims, strict=True)]
+        packed_N = lax.psum_scatter(jnp.concatenate([p.reshape(ways, -1) for p in parts], axis=1), axes)
+        summed = [flat.reshape(p.shape[1:]) for flat, p in zip(_split(packed_N, [p[0] for p in parts]), parts, strict=True)]
+    return (tuple(vary(g, tuple(varying(was))) for g, was in zip(summed, like, strict=True)),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def _split(packed: Array, like: Sequence[Array]) -> list[Array]:
+    """The last dim cut into the sizes of the arrays that were packed."""
+    ends = [0]
+    for w in like:
+        ends.append(ends[-1] + w.size)
+    return [packed[..., a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _merge(parts_W: Array, dim: int) -> Array:
+    """[W, *shard] -> the whole, shards side by side along `dim`."""
+    moved = jnp.moveaxis(parts_W, 0, dim)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+
+
+def _part(whole: Array, dim: int, ways: int) -> Array:
+    """The inverse of `_merge`."""
+    cut = whole.reshape(*whole.shape[:dim], ways, -1, *whole.shape[dim + 1 :])
+    return jnp.moveaxis(cut, dim, 0)
 
 
 def scatter_gradient(layout: Layout, plan: LeafPlan, g: Array) -> Array:

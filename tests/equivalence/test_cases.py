@@ -1,0 +1,107 @@
+"""Failures that users of other trainers reported, small (loss normalisation, norms, causality, precision)."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.config.run import RunConfig
+from jaxpar.models.init import init_params
+from jaxpar.ops import rope
+from tests.equivalence.harness import FLOAT32, config, gradients, parts_of, relative_l2, rows_of
+from tests.equivalence.test_invariants import LAYOUTS
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_padded_vocabulary_never_counts(tensor: int) -> None:
+    """An output head of zeros: the loss is ln 257, not ln 258 or ln 260 (NVIDIA/Megatron-LM 1754)."""
+    run = config({"model": {"vocab_size": 257, "vocab_multiple": 4}, "mesh": {"tensor": tensor}})
+    with jax.enable_x64(True):
+        parts = parts_of(run)
+        params = init_params(parts.model, run.seed, run.param_dtype)
+        params["head"]["out"]["kernel"] = jnp.zeros_like(params["head"]["out"]["kernel"])
+        params = jax.device_put(params, parts.placement.state_shardings.params)
+        sums, weights = parts.eval_step(params, parts.feed.place(rows_of(run, 0), 1))
+        assert abs(float(sums["loss"]) / float(weights["loss"]) - math.log(257)) < 1e-12
+
+
+def with_weights(run: RunConfig, weights: np.ndarray) -> dict[str, np.ndarray]:
+    return rows_of(run, 0) | {"weights": weights.astype(np.float32)}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_microbatches_of_unequal_length_weigh_by_their_tokens(num_microbatches: int) -> None:
+    """A mean of microbatch means would count short rows too much (transformers 24725 and many others)."""
+    run = config()
+    weights = np.zeros((16, 32))
+    weights[:8, :2], weights[8:, :] = 1, 1
+    loss, grads = gradients(run, with_weights(run, weights))
+    loss_m, grads_m = gradients(config({"num_microbatches": num_microbatches}), with_weights(run, weights))
+    assert abs(loss["loss"] - loss_m["loss"]) < 1e-12
+    assert max(relative_l2(grads_m[name], grads[name]) for name in grads) < 1e-11
+
+
+@pytest.mark.parametrize("change", [{}, *LAYOUTS.values()])
+def test_a_batch_without_targets_is_loss_zero_and_gradients_zero(change: dict[str, Any]) -> None:
+    """No 0 / 0 (Automodel 3796)."""
+    run = config(change)
+    loss, grads = gradients(run, with_weights(run, np.zeros((16, 32))))
+    assert loss["loss"] == 0
+    assert all(not g.any() for g in grads.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradient_norm_and_clipped_update_do_not_depend_on_the_layout(name: str) -> None:
+    """Replicated parameters counted once, split ones whole (torchtitan 596)."""
+    base = {"optimizer": {"max_grad_norm": 0.1}, "model": {"tied_embeddings": True}}
+
+    def step(run: RunConfig) -> tuple[float, np.ndarray]:
+        with jax.enable_x64(True):
+            parts = parts_of(run)
+            state, metrics = parts.train_step(parts.init_state(), parts.feed.place(rows_of(run, 0), run.num_microbatches))
+            return float(metrics["grad_norm"]), np.asarray(state.params["embed"]["tokens"]["table"])
+
+    norm, table = step(config(base))
+    got_norm, got_table = step(config(base, LAYOUTS[name]))
+    assert norm > 0.1  # clipped
+    assert abs(got_norm / norm - 1) < 1e-12
+    assert relative_l2(got_table, table) < 1e-12
+
+
+def test_logits_do_not_see_later_tokens_or_other_documents() -> None:
+    """By gradient, exactly zero: of one position's logits with respect to every embedding row used by one token."""
+    run = config({"model": {"vocab_size": 512}})
+    with jax.enable_x64(True):
+        parts = parts_of(run)
+        rows = rows_of(run, 0)
+        rows["tokens"] = np.arange(16 * 32, dtype=np.int32).reshape(16, 32)  # every token has a row of its own
+        batch = {n: jnp.asarray(a) for n, a in parts.feed.arrange(rows, None).items()}
+        params = init_params(parts.model, run.seed, run.param_dtype)
+        row, position = 0, 20
+
+        def one(table: jax.Array) -> jax.Array:
+            tree = params | {"embed": {"tokens": {"table": table}}}
+            return jnp.sum(parts.forward.logits(tree, batch)[row, position])
+
+        grad = np.abs(np.asarray(jax.jit(jax.grad(one))(params["embed"]["tokens"]["table"]))).sum(axis=1).reshape(16, 32)
+    mine = rows["segments"][row] == rows["segments"][row, position]
+    sees = np.zeros((16, 32), bool)
+    sees[row] = mine & (np.arange(32) <= position)
+    assert (grad[~sees] == 0).all()
+    assert (grad[sees] > 0).all()
+
+
+def test_rotary_phases_tell_long_positions_apart() -> None:
+    """In bfloat16 positions 1000 and 1001 collide, though their cosines are 0.5624 and -0.3919 (gpt-neox 1003)."""
+    positions = jnp.asarray([[1000, 1001]], jnp.int32)
+    cos, _ = rope.angles(positions, rope.frequencies(64, 10_000.0), jnp.dtype(jnp.float32))
+    exact = np.cos(np.array([1000.0, 1001.0])[:, None] * rope.frequencies(64, 10_000.0))
+    assert np.abs(np.asarray(cos[0]) - exact).max() < 1e-3
+    np.testing.assert_allclose(cos[0, :, 0], [0.5624, -0.3919], atol=1e-4)
+    run = config(FLOAT32, {"compute_dtype": "bfloat16"})
+    parts = parts_of(run)
+    ctx = parts.forward.context({n: jnp.asarray(a) for n, a in parts.feed.arrange(rows_of(run, 0), None).items()}, None)
+    assert parts.model.shared(ctx)[0].dtype == jnp.float32
