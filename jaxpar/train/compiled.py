@@ -12,6 +12,8 @@ from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
 from jaxpar.train.errors import StepChangedError
 
+ROOM = 2  # a program and the end of programs: a thread whose result nobody fetches still ends, and with it the process
+
 
 class CompiledStep:
     """Callable as the step itself: (state, batch) -> (state, metrics)."""
@@ -40,7 +42,7 @@ def compiling(parts: Parts) -> Background[CompiledStep]:
         batch = parts.feed.abstract(parts.config.data.global_batch_size, parts.config.num_microbatches)
         yield CompiledStep(parts.train_step, parts.placement.state, batch)
 
-    return Background(make, 1, daemon=False)
+    return Background(make, ROOM, daemon=False)
 
 
 def differences(expected: PyTree, given: PyTree) -> list[str]:
@@ -64,4 +66,4 @@ def compile_eval(parts: Parts, give_up: Callable[[], bool]) -> jax.stages.Compil
     def make() -> Iterator[jax.stages.Compiled]:
         yield parts.eval_step.lower(parts.placement.state.params, batch).compile()
 
-    return Background(make, 1, daemon=False).next(give_up)
+    return Background(make, ROOM, daemon=False).next(give_up)

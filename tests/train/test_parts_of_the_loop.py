@@ -22,6 +22,7 @@ from jaxpar.train.metrics import MetricsLog, clock_of
 from jaxpar.train.peaks import peak_flops_per_s
 from jaxpar.train.sample import sample
 from jaxpar.train.summary import facts_of
+from tests.train.tiny import write_config
 
 Make = Callable[..., Parts]
 
@@ -54,6 +55,25 @@ def test_a_stalled_source_does_not_hold_up_a_stop() -> None:
     release.set()
     assert source.next(never) == 1
     source.close()
+
+
+def test_a_run_that_fails_while_it_compiles_ends(tmp_path: Path) -> None:
+    """The compiling thread holds the process up until it is done, no longer: exit status 2, not a hang or an abort."""
+    config = write_config(tmp_path)
+    script = f"""
+import sys, jaxpar
+from jaxpar.train.display import Quiet
+config = jaxpar.load_config({str(config)!r}, ["run.dir={tmp_path / "run"}"])
+parts = jaxpar.build(config, devices=__import__("jax").devices()[:1])
+def fail(): raise ValueError("no state")
+parts.init_state = fail
+try:
+    jaxpar.fit(parts, display=Quiet())
+except ValueError as error:
+    sys.exit(2 if str(error) == "no state" else 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
 
 
 def test_a_long_evaluation_is_broken_off(make: Make) -> None:
