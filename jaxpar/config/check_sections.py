@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpar.config.data import FILE_SOURCES, DataConfig, SourceConfig, SourceFields
+from jaxpar.config.data import FILE_SOURCES, TEXT_SOURCES, DataConfig, SourceConfig, SourceFields
 from jaxpar.config.problem import Problem
 from jaxpar.config.run import RunConfig
 from jaxpar.config.train import REMAT_NAMES
 
 BYTES_VOCAB = 257  # 256 byte values and end-of-document
-TEXT_SOURCES = ("stdlib", "text", "jsonl")
 
 
 def section_problems(config: RunConfig) -> Iterator[Problem]:

@@ -7,7 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from jaxpar.config.base import Section
 
 SourceName = Literal["stdlib", "text", "jsonl", "tokens", "synthetic"]
-FILE_SOURCES = ("text", "jsonl", "tokens")
+FILE_SOURCES = ("text", "jsonl", "tokens")  # read files of the user
+TEXT_SOURCES = ("stdlib", "text", "jsonl")  # pass through the tokenizer
 Paths = str | tuple[str, ...]
 
 

@@ -41,7 +41,7 @@ class Dataset:
     weights: Sequence[int]
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of the split once through, with the ends of documents."""
         return sum(stream.epoch_tokens for stream in self.streams)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.config.data import DataConfig, SourceConfig
+from jaxpar.config.data import TEXT_SOURCES, DataConfig, SourceConfig
 from jaxpar.data.cache import Progress, cache_entry, file_facts
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.encode import encode_corpus
@@ -16,7 +16,6 @@ from jaxpar.data.token_files import token_corpus, token_paths
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
 
 Split = Literal["train", "eval"]
-_TEXT_SOURCES = ("stdlib", "text", "jsonl")
 
 
 def open_parts(
@@ -26,7 +25,7 @@ def open_parts(
     if not config.parts:
         raise DataError("data: no source: set data.source, or several under data.mixture")
     tokenizer = load_tokenizer(config.tokenizer, config.eod_token)
-    has_text = any(part.source in _TEXT_SOURCES for part in config.parts)
+    has_text = any(part.source in TEXT_SOURCES for part in config.parts)
     # Without text and without a word about it, token files are taken as they are: nothing says what ends a document in them.
     eod = tokenizer.eod if has_text or config.eod_token is not None or config.tokenizer != "bytes" else None
     needed = max(tokenizer.vocab_size if has_text else 0, 0 if eod is None else eod + 1)

@@ -8,6 +8,8 @@ from jaxpar.config.layout import Layout, LayoutError, LeafPlan, plan_leaf
 from jaxpar.core.tree import path_name
 from jaxpar.core.typing import PyTree
 
+PER_TOKEN = ("tokens", "targets", "weights", "positions", "segments")  # arrays of a batch with a sequence; "samples" has rows only
+
 
 def is_names(x: object) -> bool:
     """True for a leaf of a tree of dim names."""
@@ -73,5 +75,4 @@ def batch_spec(layout: Layout, *, microbatched: bool = True) -> dict[str, P]:
     """Specs of a batch: [M, rows, S] (or [rows, S]); rows over the batch axes, the sequence over `context`."""
     lead = (None,) if microbatched else ()
     rows, seq = spec_entry(layout.batch_axes), spec_entry(layout.context_axes)
-    per_token = ("tokens", "targets", "weights", "positions", "segments")
-    return {name: P(*lead, rows, seq) for name in per_token} | {"samples": P(*lead, rows)}
+    return {name: P(*lead, rows, seq) for name in PER_TOKEN} | {"samples": P(*lead, rows)}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpar.core.protocols import Context, ParamSpec
+from jaxpar.core.protocols import Context
 from jaxpar.core.typing import Array, Params, Terms
 
 
@@ -19,6 +19,7 @@ class Part:
 
     def bind(self, params: Params) -> Any:
         """The module with these parameters."""
+        # A copy, because `replace_by_pure_dict` writes into it.
         state = nnx.State(jax.tree.map(lambda leaf: leaf, self.state, is_leaf=lambda x: isinstance(x, nnx.Param)))
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self.graphdef, state)
@@ -56,8 +57,3 @@ class NNXModel:
     def logits(self, params_head: Params, params_embed: Params, x_bSD: Array, ctx: Context) -> Array:
         embed = self.parts["embed"].bind(params_embed)
         return self.parts["head"].bind(params_head).logits(x_bSD, embed, ctx)
-
-
-def is_spec(x: Any) -> bool:
-    """True for a leaf of `Model.params`."""
-    return isinstance(x, ParamSpec)

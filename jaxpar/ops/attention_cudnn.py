@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16")
 MAX_HEAD_DIM = 128  # 256 from Hopper on, which a program compiled elsewhere cannot ask
 
 
-def check(dtype: Any, head_dim: int, sees_dropout: float, softcap: float | None) -> list[str]:
+def check(dtype: Any, head_dim: int, dropout: float, softcap: float | None) -> list[str]:
     """Why this attention cannot go through cuDNN; empty: it can."""
     name = jnp.dtype(dtype).name
     reasons = []
@@ -38,8 +38,8 @@ def check(dtype: Any, head_dim: int, sees_dropout: float, softcap: float | None)
         reasons.append(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}")
     if softcap is not None:
         reasons.append(f"it has no attention_softcap ({softcap})")
-    if sees_dropout:
-        reasons.append(f"its dropout draws bits that depend on the layout (attention_dropout {sees_dropout})")
+    if dropout:
+        reasons.append(f"its dropout draws bits that depend on the layout (attention_dropout {dropout})")
     return reasons
 
 

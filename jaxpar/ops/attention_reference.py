@@ -1,4 +1,7 @@
-"""Attention as the textbook writes it, differentiated by JAX: the judge of the other kernels, and right in float64."""
+"""Attention as the textbook writes it, differentiated by JAX: the judge of the other kernels.
+
+Right in float64 too, where `jax.nn.dot_product_attention` takes its softmax in float32 whatever the inputs.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +12,12 @@ from jaxpar.ops import random
 from jaxpar.ops.attention_spec import MASKED, Visibility
 
 
-def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """float64 stays float64; all else sums in float32 (`jax.nn.dot_product_attention` uses float32 even for float64)."""
-    return wide(dtype)
-
-
 def attend(
     q_bSHK: Float[Array, "b S H K"], k_bTGK: Float[Array, "b T G K"], v_bTGK: Float[Array, "b T G K"], sees: Visibility
 ) -> Float[Array, "b S H K"]:
     """Vaswani et al. 2017, equation 1, with grouped keys and values (Ainslie et al. 2023); softmax in the accumulation dtype."""
     num_groups = q_bSHK.shape[2] // k_bTGK.shape[2]
-    acc, spec = accumulation_dtype(q_bSHK.dtype), sees.spec
+    acc, spec = wide(q_bSHK.dtype), sees.spec
     k_bTHK, v_bTHK = (jnp.repeat(x, num_groups, axis=2) for x in (k_bTGK, v_bTGK))
     logits = jnp.einsum("bshk,bthk->bhst", q_bSHK, k_bTHK, preferred_element_type=acc) * jnp.asarray(q_bSHK.shape[-1] ** -0.5, acc)
     if spec.softcap is not None:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.core.dtypes import wide
 from jaxpar.core.vma import vary_alike
 from jaxpar.ops import random
-from jaxpar.ops.attention_reference import accumulation_dtype
 from jaxpar.ops.attention_spec import MASKED, Visibility
 
 # Blocks below 64 queries cost more in kernel launches than they save (CPU, S = 64: two blocks 1.1 times as slow as one).
@@ -55,7 +55,7 @@ def _attend_forward(q: Array, k: Array, v: Array, sees: Visibility) -> tuple[Arr
 def _attend_backward(residuals: tuple[Array, Array, Array, Array, Visibility], do: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, p, sees = residuals
     capped = None if sees.spec.softcap is None else _logits(q, k, sees)
-    dq, dk, dv = _pull_back(q, k, v, p.astype(accumulation_dtype(q.dtype)), capped, do, None, sees)
+    dq, dk, dv = _pull_back(q, k, v, p.astype(wide(q.dtype)), capped, do, None, sees)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -89,7 +89,7 @@ def _forward(q: Array, k: Array, v: Array, sees: Visibility) -> tuple[Array, Arr
 
 
 def _backward(q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, sees: Visibility) -> tuple[Array, Array, Array]:
-    acc = accumulation_dtype(q.dtype)
+    acc = wide(q.dtype)
     logits, mask = _logits(q, k, sees), sees.mask()
     p = jnp.exp(logits - lse[..., None])
     if mask is not None:
@@ -100,7 +100,7 @@ def _backward(q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, see
 
 def _logits(q: Array, k: Array, sees: Visibility) -> Float[Array, "b H S T"]:
     """Scaled, soft-capped, not yet masked logits in the accumulation dtype."""
-    acc = accumulation_dtype(q.dtype)
+    acc = wide(q.dtype)
     logits = _scores(q, k, acc) * jnp.asarray(q.shape[-1] ** -0.5, acc)
     if sees.spec.softcap is None:
         return logits
@@ -170,7 +170,7 @@ def _values(p: Array, v: Array, dtype: jnp.dtype) -> Float[Array, "b S H K"]:
 
 def _over_queries(p: Array, x: Array, like: Array) -> Float[Array, "b T G K"]:
     """Sum over queries and over the heads of each group, in the accumulation dtype."""
-    acc = accumulation_dtype(x.dtype)
+    acc = wide(x.dtype)
     if x.shape[2] == like.shape[2]:
         return jnp.einsum("bhst,bshk->bthk", p, x, preferred_element_type=acc)
     b, _, S, T = p.shape

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
+from jaxpar.mesh.specs import is_names
 from jaxpar.optim.adafactor import scale_by_adafactor
 from jaxpar.optim.muon import DEFAULT_MOMENTUM, scale_by_muon
-from jaxpar.optim.names import decays, is_names, map_names
+from jaxpar.optim.names import decays, map_names
 from jaxpar.optim.schedule import check_schedule
 
 Rule = Callable[[OptimizerConfig, PyTree], optax.GradientTransformation]

@@ -9,7 +9,8 @@ import optax
 import optax.contrib
 
 from jaxpar.core.typing import PyTree
-from jaxpar.optim.names import is_names, map_names, matrix_dims
+from jaxpar.mesh.specs import is_names
+from jaxpar.optim.names import map_names, matrix_dims
 
 DEFAULT_MOMENTUM = 0.95
 # RMS that AdamW's updates have in practice (Liu et al. 2025, section 2.2): one learning rate then serves both rules.

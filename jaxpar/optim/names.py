@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.core.typing import PyTree
+from jaxpar.mesh.specs import is_names
 
 # Leading dims that only stack copies of a parameter.
 STACK_DIMS = ("layers", "experts")
@@ -24,11 +25,6 @@ class MatrixDims(NamedTuple):
     stack: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-
-
-def is_names(node: object) -> bool:
-    """True for a leaf of a tree of dim names."""
-    return isinstance(node, tuple) and all(isinstance(name, str) for name in node)
 
 
 def dim_spaces(names: tuple[str, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

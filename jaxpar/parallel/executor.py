@@ -51,7 +51,7 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
     return global_means(layout, sums, weights), reduce_gradients(layout, forward.plans, grads)
 
 
-def mean_terms(forward: Forward, params: Params, batch: Batch) -> tuple[dict[str, Array], dict[str, Array]]:
+def sum_terms(forward: Forward, params: Params, batch: Batch) -> tuple[dict[str, Array], dict[str, Array]]:
     """Evaluation: sums and weights of every term over the global batch [M, b, S]; no dropout."""
     totals = over_microbatches(lambda rows: forward.terms(params, rows, None), batch)
     summed = {name: (global_sum(forward.layout, s), global_sum(forward.layout, w)) for name, (s, w) in totals.items()}

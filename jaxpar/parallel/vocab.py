@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def cross_entropy(layout: Layout, spec: LossSpec, x_bSD: Float[Array, "b S D"], 
     chunk = min(spec.chunk_tokens, n)
     flat = (x_bSD.reshape(n, -1), targets_bS.reshape(n), weights_bS.reshape(n))
     x_cnD, targets_cn, weights_cn = (_in_chunks(a, chunk) for a in flat)
-    total, plain, z = _chunked(partial(_chunk_sums, layout, spec), x_cnD, w_DV, targets_cn, weights_cn)
+    sums = _chunked(partial(_chunk_sums, layout, spec), x_cnD, w_DV, targets_cn, weights_cn)
+    total, plain, z = cast(Sums, sums)  # custom_vjp hides the type
     weight = jnp.sum(weights_bS)
     terms = {"loss": (total, weight)}
     return terms | {"cross_entropy": (plain, weight), "z_loss": (z, weight)} if spec.z_loss else terms

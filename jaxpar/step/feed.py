@@ -9,9 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config.layout import Layout
 from jaxpar.mesh.sequence import sequence_order
-from jaxpar.mesh.specs import batch_spec
-
-PER_TOKEN = ("tokens", "targets", "weights", "positions", "segments")
+from jaxpar.mesh.specs import PER_TOKEN, batch_spec
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rows of metrics: what a step cost and gave, written to metrics.jsonl and TensorBoard.
 
-Times are wall clock between completions of steps, so that they add up to the time of training: evaluation and saving are
-timed apart (`eval_s`, `save_s`), compilation not at all. Tokens are rows x seq_len of the global batch, whatever the layout.
+Times are wall clock between completions of steps, so that they add up to the time of training: evaluation is timed
+apart (`eval_s`), saving and compilation not at all. Tokens are rows x seq_len of the global batch, whatever the layout.
 """
 
 import time

@@ -19,7 +19,7 @@ from jaxpar.config.sizes import (
     state_bytes_per_device,
     train_flops_per_token,
 )
-from jaxpar.models.nnx_model import is_spec
+from jaxpar.models.init import is_spec
 from jaxpar.models.transformer import Transformer
 from jaxpar.optim.build import build_optimizer
 

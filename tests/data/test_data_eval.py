@@ -93,8 +93,8 @@ def test_nothing_held_out(tmp_path: Path) -> None:
     """DAT-06: one document cannot be divided; the message says what to set, and that works."""
     with pytest.raises(DataError, match=r"nothing is held out.*1 document.*data\.eval_path.*data\.piece_tokens.*data\.eval_fraction=0"):
         _text(tmp_path, 1, "eval", 1e-9)
-    assert _text(tmp_path, 1, "train", 0.5, piece_tokens=2).tokens > 0
-    assert _text(tmp_path, 1, "eval", 0.5, piece_tokens=2).tokens > 0
+    assert _text(tmp_path, 1, "train", 0.5, piece_tokens=2).num_tokens > 0
+    assert _text(tmp_path, 1, "eval", 0.5, piece_tokens=2).num_tokens > 0
 
 
 def test_too_small_a_fraction_names_one_that_works(tmp_path: Path) -> None:
@@ -122,5 +122,5 @@ def test_mixture_evaluates_all_parts_once() -> None:
     shown = sum(int((batch["segments"] > 0).sum()) for batch in dataset.eval_batches())
     targets = sum(int(batch["weights"].sum()) for batch in dataset.eval_batches())
     inputs_never_shown = sum((stream.epoch_tokens - 1) % 64 == 0 for stream in dataset.streams)  # a last token that begins no row
-    assert shown == dataset.tokens - inputs_never_shown
-    assert targets == dataset.tokens - 2
+    assert shown == dataset.num_tokens - inputs_never_shown
+    assert targets == dataset.num_tokens - 2

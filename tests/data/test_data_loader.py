@@ -53,7 +53,7 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the mat")) == "the mat"
     assert load_tokenizer(str(tmp_path)).fingerprint() == tokenizer.fingerprint()
     dataset = open_dataset(_config(tmp_path, tokenizer=str(path)), seed=0, vocab_size=7)
-    assert dataset.tokens == 12 * 8
+    assert dataset.num_tokens == 12 * 8
     assert sorted(dataset.batch(0)["tokens"].ravel())[:4] == [0] * 4
     assert (dataset.batch(0)["tokens"] == 6).sum() in (3, 4)
 
@@ -65,7 +65,7 @@ def test_long_documents_are_tokenised_in_pieces(tmp_path: Path) -> None:
     config = DataConfig(
         source="text", path=str(tmp_path / "long.txt"), tokenizer=str(path), seq_len=8, global_batch_size=4, eval_fraction=0
     )
-    assert open_dataset(config, seed=0, vocab_size=7).tokens == 600_001
+    assert open_dataset(config, seed=0, vocab_size=7).num_tokens == 600_001
 
 
 def test_end_of_document(tmp_path: Path) -> None:

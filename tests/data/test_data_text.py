@@ -169,7 +169,7 @@ def test_a_line_of_200_megabytes(tmp_path: Path) -> None:
     dataset.batch(0)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert dataset.tokens == 200 * len(block) + 1
+    assert dataset.num_tokens == 200 * len(block) + 1
     assert peak_bytes < 40 << 20
 
 
@@ -186,11 +186,11 @@ def test_standard_library(tmp_path: Path) -> None:
         for split in ("train", "eval")
     )
     assert f"standard library of Python {sysconfig.get_python_version()}." in train.describe()
-    assert train.tokens > 50 * held.tokens / 3 > 100_000
+    assert train.num_tokens > 50 * held.num_tokens / 3 > 100_000
     assert held.num_eval_batches(8) == 8
     total = sum(file.stat().st_size for file in files)
     nonempty = sum(file.stat().st_size > 0 for file in files)
-    assert train.tokens + held.tokens == total + nonempty
+    assert train.num_tokens + held.num_tokens == total + nonempty
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "tokens"])

@@ -135,7 +135,7 @@ def test_id_outside_the_vocabulary(tmp_path: Path) -> None:
         DataError, match=r"a\.bin: id 256 at offset 1000 \(byte 2000\) is outside the vocabulary 0 to 255; set model\.vocab_size.*257"
     ):
         _open(tmp_path / "a.bin", 256)
-    assert _open(tmp_path / "a.bin", 257).tokens == 2000
+    assert _open(tmp_path / "a.bin", 257).num_tokens == 2000
 
 
 def test_wrong_width(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_wrong_width(tmp_path: Path) -> None:
         _open(tmp_path / "wide.bin")
     with pytest.raises(DataError, match=r"narrow\.bin: id \d+ at offset \d+ .*data\.dtype=uint16"):
         _open(tmp_path / "narrow.bin", dtype="uint32")
-    assert _open(tmp_path / "wide.bin", dtype="uint32").tokens == _open(tmp_path / "narrow.bin").tokens == 1000
+    assert _open(tmp_path / "wide.bin", dtype="uint32").num_tokens == _open(tmp_path / "narrow.bin").num_tokens == 1000
 
 
 def test_odd_length(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_index_is_kept_until_the_file_changes(tmp_path: Path) -> None:
         _open(path, 50, cache_dir=cache)
     path.write_bytes(np.arange(120, dtype="<u2").tobytes())
     changed = _open(path, cache_dir=cache)
-    assert (changed.tokens, len(list(cache.iterdir()))) == (120, 2)
+    assert (changed.num_tokens, len(list(cache.iterdir()))) == (120, 2)
     assert changed.fingerprint() != first.fingerprint()

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.core.tree import leaf_types, named_leaves
+from jaxpar.mesh.specs import is_names
 from jaxpar.optim import RULES, build_optimizer, clip_factor, decays, describe_decay, guarded_update, matrix_dims, state_specs
-from jaxpar.optim.names import is_names
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 3, 8, 2, 4, 16, 32
 SIZES = {"layers": LAYERS, "embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "mlp": MLP, "vocab": VOCAB, "positions": 8, "experts": 2}

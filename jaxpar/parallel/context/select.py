@@ -1,4 +1,4 @@
-"""The ways to split attention over `context`, by the name that `context_method:` uses."""
+"""The ways to split attention over `context`, by the name that `context.method` uses."""
 
 from typing import Protocol
 
@@ -33,5 +33,5 @@ METHODS: dict[str, Attend] = {"ring": ring.attend, "all_gather": all_gather.atte
 def select(method: str, ways: int) -> Attend:
     """The method by name; with `context` of one device, attention of whole rows."""
     if method not in METHODS:
-        raise ValueError(f"unknown context_method {method!r}: one of {', '.join(METHODS)}")
+        raise ValueError(f"context.method: unknown {method!r}: one of {', '.join(METHODS)}")
     return METHODS[method] if ways > 1 else local.attend

@@ -56,7 +56,7 @@ def kv_repeats(num_heads: int, num_kv_heads: int, ways: int) -> int:
     legal = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
     if ways not in legal:
         raise ValueError(
-            f"context_method: ulysses with context = {ways} needs a divisor of the {num_heads} heads of a tensor rank "
-            f"that divides, or is a multiple of, its {num_kv_heads} key-value heads: context must be one of {legal}, or use ring"
+            f"context.method: ulysses with context = {ways} needs a divisor of the {num_heads} heads of a tensor rank that divides, or is "
+            f"a multiple of, its {num_kv_heads} key-value heads; mesh.context may be {', '.join(map(str, legal))}, or context.method=ring"
         )
     return max(1, ways // num_kv_heads)
