@@ -126,7 +126,7 @@ class Model(Protocol):
         ...
 
     def head(self, params_head: Params, params_embed: Params, x_bSD: Array, targets_bS: Array, weights_bS: Array, ctx: Context) -> Terms:
-        """Loss terms; the trainer minimises the sum of `loss_terms` coefficients x (sum / weight)."""
+        """Loss terms, "loss" among them; the trainer minimises the sum of `loss_terms` coefficients x (sum / weight)."""
         ...
 
     def logits(self, params_head: Params, params_embed: Params, x_bSD: Array, ctx: Context) -> Array:

@@ -3,9 +3,10 @@
 One legend for the whole project; capital letters are global sizes, and the same letter names the part of a dim that a
 device holds (the layout decides how much that is):
 
-B global batch rows   b rows of one microbatch on a device   M microbatches   S sequence   T keys of attention
+B global batch rows   b rows of one microbatch on a device   M microbatches   S sequence
+T keys of attention, or the tokens on the other side of `enter` or `leave`   N, n length of a list   W tokens of a window
 D embed   H query heads   G key-value heads   K head dim   F mlp hidden   V vocabulary   L layers   P pipeline stages
-E experts   C expert capacity   k experts a token
+E experts   C expert capacity   k experts a token (in ops/rope.py: half of K)
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The concrete `Context` that a model is handed inside the step: layout-dependent functions behind dim names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,15 +31,16 @@ class SpmdContext:
     context_method: str
     seq_len: int
     samples_b: Array
-    positions_bS: Array
+    packed_positions_bS: Array | None  # None: rows are not packed
     segments_bS: Array | None
     wide_dtype: Any
     key: tuple[Array, Array] | None  # (seed, step) of the run; None: evaluation, no dropout
     attention_dropout: float = 0.0
     layer: Array | int = 0
-    shared: Any = field(default=None)  # what `Model.shared` made once for all layers
+    shared: Any = None  # what `Model.shared` made once for all layers
 
     def at(self, layer: Array | int) -> "SpmdContext":
+        """The same context for one layer."""
         return replace(self, layer=layer)
 
     def replace(self, **fields: Any) -> "SpmdContext":
@@ -86,6 +87,11 @@ class SpmdContext:
         feature = tensor.index(feature_axes) * x.shape[2] + jnp.arange(x.shape[2], dtype=jnp.int32)
         words = random.bits(random.fold(self.key, self.layer, site), self.samples_b, position_S, feature)
         return random.dropout(x, words, rate)
+
+    @property
+    def positions_bS(self) -> Array:
+        """Rows that are not packed all count from 0: then one row serves the batch."""
+        return self.seq_index_S[None] if self.packed_positions_bS is None else self.packed_positions_bS
 
     @property
     def seq_index_S(self) -> Array:

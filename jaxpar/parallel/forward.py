@@ -45,14 +45,12 @@ class Forward:
             context_method=self.context_method,
             seq_len=self.seq_len,
             samples_b=batch["samples"],
-            positions_bS=batch["tokens"],
+            packed_positions_bS=batch.get("positions"),
             segments_bS=batch.get("segments"),
             wide_dtype=wide(self.compute_dtype),
             key=key,
             attention_dropout=self.attention_dropout,
         )
-        # Rows that are not packed all count from 0: one row of positions serves the batch.
-        ctx = ctx.replace(positions_bS=batch["positions"] if "positions" in batch else ctx.seq_index_S[None])
         return ctx.replace(shared=self.model.shared(ctx))
 
     def terms(self, params: Params, batch: Batch, key: tuple[Array, Array] | None) -> Terms:
@@ -61,7 +59,9 @@ class Forward:
         embed = self._prepare("embed", params["embed"])
         x_bSD, aux = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
         head = self._prepare("head", params["head"])
-        return aux | self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx)
+        terms = self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx)
+        self._check_names(aux, terms)
+        return aux | terms
 
     def logits(self, params: Params, batch: Batch) -> Array:
         """This device's columns of the logits [b, S, V/tensor]."""
@@ -69,6 +69,16 @@ class Forward:
         embed = self._prepare("embed", params["embed"])
         x_bSD, _ = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
         return self.model.logits(self._prepare("head", params["head"]), embed, x_bSD, ctx)
+
+    def _check_names(self, aux: Terms, head: Terms) -> None:
+        """ValueError where a term would hide another, or one that is needed is not there."""
+        if both := sorted(aux.keys() & head.keys()):
+            raise ValueError(f"model: blocks and head both return a term {', '.join(map(repr, both))}; give one of them another name")
+        if lacking := [name for name in ("loss", *self.model.loss_terms) if name not in aux | head]:
+            found = ", ".join(map(repr, aux | head)) or "none"
+            raise ValueError(
+                f"model: no term {lacking[0]!r}: found {found}; `head` must return 'loss', and every key of `loss_terms` be a term"
+            )
 
     def _blocks(self, params: Params, x_bSD: Array, ctx: SpmdContext) -> tuple[Array, Terms]:
         def layer(x_bSD: Array, layer_params: tuple[Params, Array]) -> tuple[Array, Terms]:

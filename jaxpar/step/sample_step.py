@@ -53,7 +53,7 @@ def make_sample_step(forward: Forward, placement: Placement, order: Array, seed:
     slot_of = jnp.argsort(order)
 
     def sample(params: Params, batch: Batch, start: Array, count: Array, temperature: Array) -> Array:
-        key = random.fold(random.key_of(seed), 0x5A4D)
+        key = random.fold(random.key_of(seed), 0x5A4D)  # a word of its own, so that the noise is not that of a step's dropout
 
         def one(i: Array, tokens_bS: Array) -> Array:
             position = start + i - 1

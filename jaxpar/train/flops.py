@@ -3,6 +3,7 @@
 import math
 
 from jaxpar.build import Parts
+from jaxpar.config.layout import is_vector
 from jaxpar.config.sizes import train_flops_per_token
 from jaxpar.core.tree import named_leaves
 from jaxpar.mesh.specs import is_plan
@@ -18,7 +19,7 @@ def flops_per_token(parts: Parts) -> tuple[int, str]:
 
 
 def matmul_parameters(parts: Parts) -> int:
-    """Parameters outside `embed` that map one space to another: of rank 2 or more, not counting the stacking `layers`."""
+    """Parameters outside `embed` that map one space to another; a bias over (heads, head_dim) is a vector."""
     plans = named_leaves(parts.placement.plans, is_leaf=is_plan)
-    maps = [p for path, p in plans.items() if not path.startswith("embed.") and len([n for n in p.names if n != "layers"]) >= 2]
+    maps = [plan for path, plan in plans.items() if not path.startswith("embed.") and not is_vector(plan.names)]
     return sum(math.prod(plan.shape) for plan in maps)
