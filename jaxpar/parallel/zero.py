@@ -21,7 +21,7 @@ from jaxpar.mesh.specs import is_plan
 
 # Weights up to this size (gathered) share one collective: below it the latency of a collective costs more than copying.
 # Larger ones have their own, which needs no copy.
-BUNDLE_BYTES = 4 << 20
+BUNDLE_BYTES = 128 << 10
 
 Axes = tuple[str, ...]
 Dims = tuple[int, ...]

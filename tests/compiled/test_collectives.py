@@ -56,21 +56,22 @@ def test_zero_1_and_2_reduce_scatter_gradients(stage: int, num_microbatches: int
     assert moved == {scatter: times * WIDTH * MATRICES, reduce: WIDTH * (VECTORS + SCALARS)}
 
 
+@pytest.mark.parametrize(("mlp", "a_layer"), [(MLP, 1), (1024, 1 + 3)], ids=["all_small", "three_large"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_zero_3_gathers_twice_and_scatters_once(policy: str, num_microbatches: int) -> None:
-    """Forward and backward gather a layer's weights; the tables are gathered once a microbatch and kept till their backward."""
-    arrays, moved = count(parts({"mesh": {"data": 4}, "zero_stage": 3, "num_microbatches": num_microbatches, "remat": {"policy": policy}}))
-    blocks = MATRICES - 2 * VOCAB * EMBED
+def test_zero_3_gathers_twice_and_scatters_once(policy: str, num_microbatches: int, mlp: int, a_layer: int) -> None:
+    """Forward and backward gather a layer's weights, small ones in one collective; tables once a microbatch, kept till their backward."""
+    change = {"model": {"mlp_dim": mlp}, "num_microbatches": num_microbatches, "remat": {"policy": policy}}
+    arrays, moved = count(parts({"mesh": {"data": 4}, "zero_stage": 3} | change))
+    blocks, tables = LAYERS * (4 * EMBED * EMBED + 3 * EMBED * mlp), 2 * VOCAB * EMBED
     gather, scatter, reduce = (Collective(kind, ("data",)) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-    a_layer = LAYERS * MATRICES_A_LAYER
     assert arrays == {
-        gather: num_microbatches * (2 * a_layer + 2),
-        scatter: num_microbatches * (a_layer + 2),
+        gather: num_microbatches * (2 * LAYERS * a_layer + 2),
+        scatter: num_microbatches * (LAYERS * a_layer + 2),
         reduce: 3 + SCALARS,
     }
-    assert moved[gather] == num_microbatches * WIDTH * (2 * blocks + 2 * VOCAB * EMBED)
-    assert moved[scatter] == num_microbatches * WIDTH * MATRICES
+    assert moved[gather] == num_microbatches * WIDTH * (2 * blocks + tables)
+    assert moved[scatter] == num_microbatches * WIDTH * (blocks + tables)
 
 
 def test_tensor_and_sequence_parallel() -> None:
