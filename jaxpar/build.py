@@ -39,7 +39,11 @@ from jaxpar.step.train_step import make_train_step
 
 @dataclass
 class Parts:
-    """Everything a run is made of; inspect or replace any before `fit`."""
+    """Everything a run is made of, to look at or to call; `build` takes a model and an optimizer of your own.
+
+    `learning_rate` (of the number of updates done) may be replaced before `fit`. Data, steps and checkpoints are made when first asked
+    for; `train_step`, `eval_step` and `sample_step` are jitted functions of `step.*`.
+    """
 
     config: RunConfig
     layout: Layout
@@ -54,6 +58,7 @@ class Parts:
 
     @property
     def run_dir(self) -> Path:
+        """Where config, metrics and checkpoints go."""
         return Path(self.config.run.dir or f"runs/{self.config.name}")
 
     @cached_property
@@ -78,18 +83,22 @@ class Parts:
 
     @cached_property
     def eval_step(self) -> jax.stages.Wrapped:
+        """jit of (params, batch) -> (sums, weights) of every term."""
         return jax.jit(make_eval_step(self.forward, self.placement))
 
     @cached_property
     def sample_step(self) -> SampleFn:
+        """jit of the sampler; `train.sample` is the friendlier form."""
         return jax.jit(make_sample_step(self.forward, self.placement, jnp.asarray(self.feed.order), self.config.seed))
 
     @cached_property
     def train_data(self) -> Dataset:
+        """Any row of any step; text is tokenised here, once, and kept under the run folder."""
         return self._open("train")
 
     @cached_property
     def eval_data(self) -> Dataset:
+        """The held-out set."""
         return self._open("eval")
 
     def _open(self, split: Split) -> Dataset:
@@ -98,12 +107,20 @@ class Parts:
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
+        """What is saved of this run."""
         return CheckpointStore(self.run_dir / "checkpoints", self.config.checkpoint)
 
 
-def build(config: RunConfig, *, model: Model | None = None, devices: list[Device] | None = None) -> Parts:
-    """Parts of a run on these devices (default: all). model: one of your own in place of the config's transformer.
+def build(
+    config: RunConfig,
+    *,
+    model: Model | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    devices: list[Device] | None = None,
+) -> Parts:
+    """Parts of a run on these devices (default: all). model, optimizer: of your own, in place of what the config names.
 
+    An optimizer gives the direction d of p - lr d: no learning rate and no minus sign in it (optax's `scale_by_*` rules are such).
     A model of your own is traced once more, abstractly: a reduction that it forgets is an error that names the dim.
     Raises ValueError with everything that does not fit, before any array is made.
     """
@@ -112,7 +129,7 @@ def build(config: RunConfig, *, model: Model | None = None, devices: list[Device
     mesh = build_mesh(layout, devices)
     own, model = model is not None, Transformer(config.model) if model is None else model
     attend, attention = build_attention(config, layout, devices[0].platform)
-    optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model))
+    optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model)) if optimizer is None else optimizer
     shapes = param_shapes(model, config.param_dtype)
     placement = place(layout, mesh, param_names(model), shapes, optimizer)
     forward = Forward(

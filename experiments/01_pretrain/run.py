@@ -1,6 +1,6 @@
 """Pretraining through the Python API: python experiments/01_pretrain/run.py CONFIG [key=value ...]
 
-The pattern for a script of your own: change `parts` between `build` and `fit`, or call its pieces yourself.
+The pattern for a script of your own: hand `build` a model or an optimizer, or call the pieces of `parts` yourself.
 """
 
 import sys

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxpar
-from jaxpar.build import Parts
+from jaxpar.build import Parts, build
 from jaxpar.core.tree import named_leaves
 from jaxpar.train.background import Background
 from jaxpar.train.evaluate import evaluate
@@ -21,7 +22,7 @@ from jaxpar.train.flops import flops_per_token
 from jaxpar.train.metrics import MetricsLog, clock_of
 from jaxpar.train.peaks import peak_flops_per_s
 from jaxpar.train.sample import sample
-from jaxpar.train.summary import facts_of
+from jaxpar.train.summary import device_bytes, facts_of
 from tests.train.tiny import write_config
 
 Make = Callable[..., Parts]
@@ -129,6 +130,21 @@ def test_flops_of_another_model_are_six_per_matmul_parameter(make: Make) -> None
     assert "not counted" in words
 
 
+def test_an_optimizer_of_ones_own_is_laid_out_like_ours(make: Make) -> None:
+    ours = make("optimizer.name=adamw", "optimizer.weight_decay=0", "mesh.data=4", "zero_stage=1", devices=4)
+    rule = optax.scale_by_adam(ours.config.optimizer.beta1, ours.config.optimizer.beta2, ours.config.optimizer.eps)
+    curves = []
+    for parts in (ours, build(ours.config, optimizer=rule, devices=jax.devices()[:4])):
+        state, losses = parts.init_state(), []
+        for step in range(3):
+            with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an integer power
+                state, metrics = parts.train_step(state, parts.feed.place(parts.train_data.batch(step), 1))
+            losses.append(float(metrics["loss"]))
+        curves.append(losses)
+        assert device_bytes(state.opt_state) < 0.6 * device_bytes(state.params)  # two moments over four devices
+    assert curves[0] == curves[1]
+
+
 def test_tensorboard_events_have_every_number_of_a_row(tmp_path: Path) -> None:
     event_type = importlib.import_module("tensorboardX.proto.event_pb2").Event  # made at run time: type checkers do not see it
     log = MetricsLog(tmp_path, 1, tensorboard=True, first_step=0)
@@ -199,8 +215,6 @@ def test_the_header_says_what_runs(make: Make) -> None:
 
 
 def test_bytes_a_device_are_those_of_the_arrays(make: Make) -> None:
-    from jaxpar.train.summary import device_bytes
-
     parts = make("mesh.data=2", "mesh.tensor=2", "optimizer.momentum=0.9", "zero_stage=2", devices=4)
     state = parts.init_state()
     held = {"params": 0, "opt_state": 0}
