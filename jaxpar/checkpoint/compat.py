@@ -1,11 +1,9 @@
 """What else a checkpoint tells, and which part of the config must be the same to go on from it."""
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
-PACKAGES = ("jaxpar", "jax", "flax", "optax", "orbax-checkpoint")
+from jaxpar.core.words import versions
 
 # Keys and sections that may change between a save and its resume. All others decide what the state means, or which sample comes next.
 MAY_CHANGE = (
@@ -22,13 +20,12 @@ _ABSENT = object()
 
 def make_meta(*, config: Mapping[str, Any], fingerprint: str, step: int, samples_seen: int) -> dict[str, Any]:
     """The JSON beside the arrays. config: as `model_dump(mode="json")` gives it. step: updates done."""
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     return {
         "step": step,
         "samples_seen": samples_seen,
         "seed": config["seed"],
         "data_fingerprint": fingerprint,
-        "versions": versions,
+        "versions": versions(),
         "config": dict(config),
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.config.train import CheckpointConfig
+from jaxpar.core.words import size
 
 TEMPORARY = "tmp."
 
@@ -88,20 +89,13 @@ def check_space(folder: Path, state_bytes: int, config: CheckpointConfig) -> str
     free = shutil.disk_usage(folder).free
     if free < state_bytes:
         raise CheckpointError(
-            f"a checkpoint takes about {_size(state_bytes)}, {folder} has {_size(free)} free: free some, or set run.dir to a larger disk"
+            f"a checkpoint takes about {size(state_bytes)}, {folder} has {size(free)} free: free some, or set run.dir to a larger disk"
         )
     here = len(saved_steps(folder))
     more = max(1, (2 if config.keep_last == -1 else config.keep_last + 1) - here)
     if free >= more * state_bytes:
         return None
     return (
-        f"{folder} has {_size(free)} free; checkpoint.keep_last = {config.keep_last} needs about {_size(more * state_bytes)} more "
-        f"({more} checkpoints of {_size(state_bytes)}): saving may fail later in the run"
+        f"{folder} has {size(free)} free; checkpoint.keep_last = {config.keep_last} needs about {size(more * state_bytes)} more "
+        f"({more} checkpoints of {size(state_bytes)}): saving may fail later in the run"
     )
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes} bytes"

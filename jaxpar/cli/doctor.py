@@ -2,16 +2,14 @@
 
 import importlib.util
 import json
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxpar.cli.common import JsonFile, Overrides, prepare, write_json
+from jaxpar.core.words import versions
 
-PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
 # (what it is for, modules of which one must be there, how to get it)
 OPTIONAL = (
     ("NVIDIA GPUs", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "pip install 'jaxpar[cuda12]' (or cuda13)"),
@@ -46,17 +44,6 @@ def doctor(
     for host, names in hosts.items():
         print(f"  process {host}: {len(names)}: {', '.join(names)}")
     write_json(json_file, {"versions": found, "optional": extras, "devices": hosts})
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that decide what runs."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def devices_by_host(path: Path | None, overrides: list[str] | None) -> dict[int, list[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config.data import FILE_SOURCES, TEXT_SOURCES, DataConfig, SourceConfig, SourceFields
-from jaxpar.config.problem import Problem
+from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.train import REMAT_NAMES
 
@@ -23,8 +23,7 @@ def section_problems(config: RunConfig) -> Iterator[Problem]:
 def _model_problems(config: RunConfig) -> Iterator[Problem]:
     model = config.model
     if model.head_dim is None and model.embed_dim % model.num_heads:
-        below = model.embed_dim // model.num_heads * model.num_heads
-        near = f"{below} or {below + model.num_heads}" if below else str(model.num_heads)
+        near = near_multiples(model.embed_dim, model.num_heads)
         text = f"model.embed_dim: {model.embed_dim} is not a multiple of model.num_heads={model.num_heads}"
         yield Problem(("model.embed_dim", "model.num_heads", "model.head_dim"), f"{text}; {near} would work, or set model.head_dim")
     elif model.positions == "rope" and model.head_size % 2:
@@ -32,7 +31,7 @@ def _model_problems(config: RunConfig) -> Iterator[Problem]:
         text = f"{key}: gives heads of {model.head_size}, but positions: rope rotates pairs and needs an even model.head_dim"
         yield Problem(("model.embed_dim", "model.num_heads", "model.head_dim"), f"{text}; try model.head_dim={model.head_size + 1}")
     if model.num_heads % model.kv_heads:
-        legal = ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.num_heads % n == 0)
+        legal = ", ".join(map(str, divisors(model.num_heads)))
         text = f"model.num_kv_heads: {model.kv_heads} does not divide model.num_heads={model.num_heads}; {legal} would work"
         yield Problem(("model.num_kv_heads", "model.num_heads"), text)
     if model.positions == "learned" and (model.max_positions or 0) < config.data.seq_len:
@@ -132,8 +131,7 @@ def _run_problems(config: RunConfig) -> Iterator[Problem]:
         text = f"checkpoint.keep_every: {saved.keep_every}, but save_every=0 saves only at the end"
         yield Problem(("checkpoint.keep_every", "checkpoint.save_every"), f"{text}; try checkpoint.save_every={saved.keep_every}")
     elif saved.keep_every and saved.keep_every % saved.save_every:
-        below = saved.keep_every // saved.save_every * saved.save_every
-        near = f"{below} or {below + saved.save_every}" if below else str(saved.save_every)
+        near = near_multiples(saved.keep_every, saved.save_every)
         text = f"checkpoint.keep_every: {saved.keep_every} is not a multiple of checkpoint.save_every={saved.save_every}"
         yield Problem(("checkpoint.keep_every", "checkpoint.save_every"), f"{text}, so those steps are not saved; {near} would work")
     resume = saved.resume

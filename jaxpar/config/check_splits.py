@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxpar.config.axes import AXES, BATCH_AXES, DIMS
 from jaxpar.config.layout import Layout, LayoutError, plan_leaf
-from jaxpar.config.problem import Problem
+from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.sizes import parameter_table
 
@@ -27,16 +27,6 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "seq": ("context",),
 }
 MUST = {"batch": BATCH_AXES, "seq": ("context",), "layers": ("pipe",)}  # left out, devices would compute the same twice
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def near_multiples(n: int, of: int) -> str:
-    """The multiples of `of` around n, for a message."""
-    below = n // of * of
-    return f"{below} or {below + of}" if below else str(of)
 
 
 def rule_problems(rules: Mapping[str, str | tuple[str, ...] | None]) -> Iterator[Problem]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from jaxpar.config.axes import AXES
 from jaxpar.config.check_sections import section_problems
-from jaxpar.config.check_splits import divisors, rule_problems, split_problems
+from jaxpar.config.check_splits import rule_problems, split_problems
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layout import DEFAULT_RULES, Layout
 from jaxpar.config.mesh import MeshConfig
 from jaxpar.config.model import ModelConfig
-from jaxpar.config.problem import Problem
+from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
 
 UNUSED_AXES = ("pipe", "expert")  # pipelines and experts come with a later version
@@ -21,10 +21,10 @@ UNUSED_AXES = ("pipe", "expert")  # pipelines and experts come with a later vers
 
 def check(config: RunConfig, num_devices: int | None) -> list[str]:
     """Every violation; num_devices None: what can be told without knowing the devices."""
-    return [problem.text for problem in find(config, num_devices)]
+    return [problem.text for problem in find_problems(config, num_devices)]
 
 
-def find(config: RunConfig, num_devices: int | None) -> Iterator[Problem]:
+def find_problems(config: RunConfig, num_devices: int | None) -> Iterator[Problem]:
     """`check` with the keys that each violation involves."""
     yield from mesh_problems(config.mesh, num_devices)
     wrong_rules = list(rule_problems(config.rules))

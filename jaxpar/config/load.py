@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from jaxpar.config import yaml_text
-from jaxpar.config.checks import find
+from jaxpar.config.checks import find_problems
 from jaxpar.config.errors import ConfigError, dotted, field_at, placeholder, translate
 from jaxpar.config.run import RunConfig
 
@@ -41,7 +41,7 @@ def validate(tree: Tree, source: str = "config", problems: Sequence[str] = ()) -
     except ValidationError as error:
         lines = translate(RunConfig, tree, error)
         raise ConfigError([*problems, *lines.values(), *_cross_checks_of_the_rest(tree, list(lines))], source) from None
-    problems = [*problems, *(problem.text for problem in find(config, None))]
+    problems = [*problems, *(problem.text for problem in find_problems(config, None))]
     if problems:
         raise ConfigError(problems, source)
     return config
@@ -171,7 +171,7 @@ def _cross_checks_of_the_rest(tree: Tree, broken: list[Loc]) -> list[str]:
     except ValidationError:
         return []  # the violations already listed come first
     keys = [dotted(loc) for loc in broken]
-    return [p.text for p in find(config, None) if not any(_touches(key, used) for key in keys for used in p.keys)]
+    return [p.text for p in find_problems(config, None) if not any(_touches(key, used) for key in keys for used in p.keys)]
 
 
 def _touches(broken: str, used: str) -> bool:

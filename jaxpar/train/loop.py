@@ -16,6 +16,7 @@ from jaxpar.config.load import to_yaml
 from jaxpar.core.records import Row, keep_until, read_records
 from jaxpar.core.tree import named_leaves, tree_bytes
 from jaxpar.core.typing import Array
+from jaxpar.core.words import versions
 from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
 from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
@@ -26,7 +27,7 @@ from jaxpar.train.metrics import Clock, MetricsLog, clock_of, memory_row, step_n
 from jaxpar.train.nonfinite import NonFinitePolicy, last_good
 from jaxpar.train.resume import Start, find_start, meta_of
 from jaxpar.train.signals import StopSignals
-from jaxpar.train.summary import facts_of, versions
+from jaxpar.train.summary import facts_of
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """What is about to run, for people, before the first step."""
 
 import math
-import platform
-from importlib.metadata import version
 
 import jax
 
@@ -10,6 +8,7 @@ from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
+from jaxpar.core.words import size
 from jaxpar.mesh.specs import is_plan
 from jaxpar.models.init import param_names
 from jaxpar.optim.build import describe_decay
@@ -58,16 +57,3 @@ def not_sharded(parts: Parts) -> list[str]:
     if not parts.config.zero_stage or not parts.layout.zero_axes:
         return []
     return [path for path, plan in named_leaves(parts.placement.plans, is_leaf=is_plan).items() if plan.zero_dim is None]
-
-
-def versions() -> dict[str, str]:
-    """Of what decides numbers."""
-    return {"python": platform.python_version()} | {name: version(name) for name in ("jaxpar", "jax", "jaxlib", "flax", "optax")}
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in powers of 1000."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
