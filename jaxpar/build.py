@@ -16,6 +16,7 @@ from jaxpar.config.layout import Layout
 from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array
+from jaxpar.data.cache import Progress
 from jaxpar.data.loader import Dataset, open_dataset
 from jaxpar.data.sources import Split
 from jaxpar.mesh.build import Device, build_mesh
@@ -55,6 +56,7 @@ class Parts:
     learning_rate: Callable[[Array], Array]
     feed: Feed
     attention: str  # which kernel runs, in words
+    progress: Progress | None = None  # told the source and the tokens so far while text is tokenised
 
     @property
     def run_dir(self) -> Path:
@@ -103,7 +105,8 @@ class Parts:
 
     def _open(self, split: Split) -> Dataset:
         c = self.config
-        return open_dataset(c.data, seed=c.seed, vocab_size=c.model.vocab_size, split=split, cache_dir=self.run_dir / "data_index")
+        cache_dir = self.run_dir / "data_index"
+        return open_dataset(c.data, seed=c.seed, vocab_size=c.model.vocab_size, split=split, cache_dir=cache_dir, progress=self.progress)
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
@@ -124,6 +127,8 @@ def build(
     A model of your own is traced once more, abstractly: a reduction that it forgets is an error that names the dim.
     Raises ValueError with everything that does not fit, before any array is made.
     """
+    if jax.dtypes.canonicalize_dtype(config.param_dtype).name != config.param_dtype:
+        raise ValueError(f"param_dtype: {config.param_dtype} needs 64-bit types: call jaxpar.prepare_devices(config) before jaxpar.build")
     devices = jax.devices() if devices is None else devices
     layout = layout_of(config, len(devices))
     mesh = build_mesh(layout, devices)

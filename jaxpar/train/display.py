@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxpar.core.records import Row
@@ -40,6 +41,19 @@ class Quiet:
     def row(self, row: Row) -> None: ...
 
     def stop(self) -> None: ...
+
+
+def reading(display: Display) -> Callable[[str, int], None]:
+    """What `Parts.progress` wants: a line every few seconds while text is tokenised, none where that is quick."""
+    said_s = time.monotonic()
+
+    def tell(source: str, num_tokens: int) -> None:
+        nonlocal said_s
+        if (now := time.monotonic()) - said_s >= LINE_EVERY_S:
+            said_s = now
+            display.line(f"reading {source}: {num_tokens:,} tokens so far")
+
+    return tell
 
 
 class ConsoleDisplay:

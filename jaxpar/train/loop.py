@@ -20,7 +20,7 @@ from jaxpar.core.words import versions
 from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
 from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
-from jaxpar.train.display import ConsoleDisplay, Display
+from jaxpar.train.display import ConsoleDisplay, Display, reading
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
 from jaxpar.train.metrics import Clock, MetricsLog, clock_of, memory_row, step_numbers
@@ -55,6 +55,7 @@ def fit(parts: Parts, *, stop: StopSignals | None = None, display: Display | Non
         check_writable(parts.run_dir)
         if jax.process_index() == 0:
             stack.enter_context(locked(parts.run_dir))
+        parts.progress = parts.progress or reading(display)
         start = find_start(parts)
         display.header(f"jaxpar {parts.config.name}: {parts.run_dir}", [*facts_of(parts), ("start", start.words)])
         if start.step >= parts.config.train.steps:

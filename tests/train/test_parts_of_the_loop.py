@@ -16,7 +16,9 @@ import pytest
 import jaxpar
 from jaxpar.build import Parts, build
 from jaxpar.core.tree import named_leaves
+from jaxpar.train import display
 from jaxpar.train.background import Background
+from jaxpar.train.display import Quiet
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.flops import flops_per_token
 from jaxpar.train.metrics import MetricsLog, clock_of
@@ -145,6 +147,11 @@ def test_an_optimizer_of_ones_own_is_laid_out_like_ours(make: Make) -> None:
     assert curves[0] == curves[1]
 
 
+def test_float64_without_64_bit_types_is_not_rounded_in_silence(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"float64 needs 64-bit types: call jaxpar\.prepare_devices"):
+        make("compute_dtype=float64", "param_dtype=float64")
+
+
 def test_tensorboard_events_have_every_number_of_a_row(tmp_path: Path) -> None:
     event_type = importlib.import_module("tensorboardX.proto.event_pb2").Event  # made at run time: type checkers do not see it
     log = MetricsLog(tmp_path, 1, tensorboard=True, first_step=0)
@@ -197,6 +204,26 @@ def loss_of_next(parts: Parts, params: object, prompt: str, byte: int) -> float:
     rows = {"tokens": tokens, "targets": targets, "weights": weights, "positions": positions, "segments": np.ones_like(tokens)}
     sums, _ = parts.eval_step(params, parts.feed.place(rows | {"samples": np.arange(8, dtype=np.uint32)}, 1))
     return float(sums["loss"])
+
+
+def test_reading_a_long_text_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heard(Quiet):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def line(self, text: str) -> None:
+            self.lines.append(text)
+
+    heard, parts = Heard(), make()
+    parts.progress = display.reading(heard)
+    assert parts.train_data.num_tokens > 0
+    assert heard.lines == []  # quick
+    monkeypatch.setattr(display, "LINE_EVERY_S", 0.0)
+    again = make(folder="again")
+    again.progress = display.reading(heard)
+    assert again.train_data.num_tokens > 0
+    assert heard.lines
+    assert all(line.startswith("reading ") and line.endswith(" tokens so far") for line in heard.lines)
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_with_what_would(make: Make) -> None:
