@@ -100,8 +100,15 @@ def test_tensor_without_sequence_parallel_is_two_all_reduces_each_way() -> None:
     ("method", "kinds"), [("ring", {"permute"}), ("all_gather", {"all_gather", "reduce_scatter"}), ("ulysses", {"all_to_all"})]
 )
 def test_context_parallel_adds_its_own_kind_and_the_gradient_reduction(method: str, kinds: set[str]) -> None:
-    arrays, _ = count(parts({"mesh": {"context": 4}, "context": {"method": method}}))
+    """Bytes of n ranks for k and v of a layer: ring n - 1 hops forward, n - 1 and n (dk, dv) backward; all-gather, reduce-scatter of the
+    whole; Ulysses q, k, v in and o out, each way."""
+    ways = 4
+    arrays, moved = count(parts({"mesh": {"context": ways}, "context": {"method": method}}))
     assert {key.kind for key in arrays} == kinds | {"all_reduce"}
+    whole = ROWS * SEQ * EMBED * WIDTH  # one of q, k, v, o: as many key-value heads as heads
+    hops = 2 * (ways - 1) + ways
+    want = {"ring": hops * 2 * whole // ways, "all_gather": 2 * whole, "ulysses": 2 * 4 * whole // ways}
+    assert {moved[key] for key in moved if key.kind in kinds} == {LAYERS * want[method]}
     assert arrays[Collective("all_reduce", ("context",))] == 2 + MATRICES_A_LAYER + 3 + SCALARS
 
 

@@ -44,6 +44,17 @@ def test_microbatches_of_unequal_length_weigh_by_their_tokens(num_microbatches: 
     assert max(relative_l2(grads_m[name], grads[name]) for name in grads) < 1e-11
 
 
+@pytest.mark.parametrize("name", ["data8_zero3", "data2_context2_tensor2"])
+def test_a_shard_without_targets_counts_nothing(name: str) -> None:
+    """One data shard, or the late half of each row, all masked (Automodel 3796; OLMo-core 657)."""
+    weights = np.ones((16, 32))
+    weights[:2], weights[:, 16:] = 0, 0
+    loss, grads = gradients(config(), with_weights(config(), weights))
+    got_loss, got = gradients(config(LAYOUTS[name]), with_weights(config(), weights))
+    assert abs(got_loss["loss"] - loss["loss"]) < 1e-12
+    assert max(relative_l2(got[name], grads[name]) for name in grads) < 1e-11
+
+
 @pytest.mark.parametrize("change", [{}, *LAYOUTS.values()])
 def test_a_batch_without_targets_is_loss_zero_and_gradients_zero(change: dict[str, Any]) -> None:
     """No 0 / 0 (Automodel 3796)."""
