@@ -74,6 +74,22 @@ def test_zero_3_gathers_twice_and_scatters_once(policy: str, num_microbatches: i
     assert moved[scatter] == num_microbatches * WIDTH * (blocks + tables)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hybrid_sharding_sends_shards_over_replica_once(stage: int) -> None:
+    """ZeRO stays within `data`; over the slow `replica` axis goes a shard of each matrix, once a step, and never a parameter."""
+    num_microbatches = 2
+    arrays, moved = count(parts({"mesh": {"replica": 2, "data": 4}, "zero_stage": stage, "num_microbatches": num_microbatches}))
+    whole = Collective("all_reduce", ("replica", "data"))
+    if stage == 0:
+        assert moved == {whole: WIDTH * (MATRICES + VECTORS + SCALARS)}
+        return
+    assert {key.kind for key in moved if "replica" in key.axes} == {"all_reduce"}
+    assert moved[Collective("all_reduce", ("replica",))] == WIDTH * MATRICES // 4
+    assert moved[whole] == WIDTH * (VECTORS + SCALARS)
+    assert moved[Collective("reduce_scatter", ("data",))] == (num_microbatches if stage > 1 else 1) * WIDTH * MATRICES
+    assert arrays[Collective("all_reduce", ("replica",))] == MATRICES_A_LAYER + 2
+
+
 def test_tensor_and_sequence_parallel() -> None:
     """Per layer 2 all-gathers and 2 reduce-scatters forward, as many backward; the embedding scatters, the head gathers."""
     arrays, moved = count(parts({"mesh": {"tensor": 4}}))
