@@ -9,6 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -44,7 +45,7 @@ def pair(shape: str, layout: str, baseline: Path) -> tuple[dict[str, float], dic
         sys.executable,
         str(HERE / "ours.py"),
         str(CONFIGS / f"{shape}.yaml"),
-        f"run.dir=/tmp/jaxpar-overhead-{os.getpid()}",
+        f"run.dir={tempfile.gettempdir()}/jaxpar-overhead-{os.getpid()}",
         *LAYOUTS[layout],
     ]
     return last_json(ours, HERE, env), last_json(plain, baseline.parent, env)

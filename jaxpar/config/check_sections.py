@@ -8,6 +8,8 @@ from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.train import REMAT_NAMES
 
+# Keys that only some sources read.
+ONLY_FOR = {"field": ("jsonl",), "dtype": ("tokens",), "encoding_errors": ("text", "jsonl"), "num_tokens": ("synthetic",)}
 BYTES_VOCAB = 257  # 256 byte values and end-of-document
 
 
@@ -92,6 +94,10 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
             if getattr(part, name):
                 text = f"{prefix}.{name}: source {part.source} reads no files of yours; set {prefix}.{name}=null, or {prefix}.source=text"
                 yield Problem((f"{prefix}.{name}", f"{prefix}.source"), text)
+        for name, readers in ONLY_FOR.items():
+            if part.source not in readers and (value := getattr(part, name)) != (default := SourceFields.model_fields[name].default):
+                text = f"{prefix}.{name}: {value} has no effect with source {part.source}, only with {' and '.join(readers)}"
+                yield Problem((f"{prefix}.{name}", f"{prefix}.source"), f"{text}; set {prefix}.{name}={default}")
     sources = [part.source for _, part in _parts(data)]
     if data.tokenizer == "bytes" and config.model.vocab_size < BYTES_VOCAB and any(source in TEXT_SOURCES for source in sources):
         text = f"model.vocab_size: {config.model.vocab_size}, but tokenizer bytes has {BYTES_VOCAB} ids (256 bytes and end-of-document)"

@@ -171,6 +171,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"data.source": "tokens"}, "data.path: required for source tokens"),
     ({"data.path": "x"}, "data.path: source stdlib reads no files of yours; set data.path=null, or data.source=text"),
     ({"data.eval_path": "x"}, "data.eval_path: source stdlib reads no files of yours"),
+    ({"data.field": "body"}, "data.field: body has no effect with source stdlib, only with jsonl; set data.field=text"),
+    ({"data.num_tokens": 9}, "data.num_tokens: 9 has no effect with source stdlib, only with synthetic; set data.num_tokens=1000000"),
+    ({"data.dtype": "uint32"}, "data.dtype: uint32 has no effect with source stdlib, only with tokens"),
+    ({"data.encoding_errors": "replace"}, "data.encoding_errors: replace has no effect with source stdlib, only with text and jsonl"),
     ({"data.source": None, "data.mixture": [{"source": "stdlib"}, {"source": "text"}]}, "data.mixture[1].path: required for source text"),
     ({"data.source": None, "data.mixture": [{"source": "stdlib"}], "data.path": "x"}, "data.path: has no effect beside data.mixture"),
     (
