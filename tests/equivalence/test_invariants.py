@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.build import Parts
 from jaxpar.config.run import RunConfig
 from jaxpar.core.tree import named_leaves
+from jaxpar.mesh.specs import batch_spec
 from jaxpar.ops.random import fold, key_of
 from tests.equivalence.harness import FLOAT32, config, packed_rows, parts_of, rows_of
 
@@ -57,7 +58,7 @@ def masks(run: RunConfig, dims: tuple[str, str, str], layer: int, step: int) -> 
         ctx = parts.forward.context(batch, fold(key_of(run.seed), step)).at(layer)
         return ctx.dropout(jnp.ones((batch["tokens"].shape[0], local_seq, size // layout.ways(dims[2])), jnp.float32), 0.5, 100, dims)
 
-    specs = {n: a.sharding.spec for n, a in batch.items()}
+    specs = {n: batch_spec(layout, microbatched=False)[n] for n in batch}
     feature = layout.split(dims[2]) or None
     out = jax.jit(jax.shard_map(drop, mesh=parts.mesh, in_specs=(specs,), out_specs=P(layout.batch_axes or None, seq or None, feature)))
     return np.asarray(out(batch))[:, np.argsort(parts.feed.order)]
