@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxpar.config.axes import BATCH_AXES, ZERO_AXES
+from jaxpar.config.dims import is_vector
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipe",),
@@ -134,9 +135,3 @@ def _zero_dim(layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], ax
         return None
     free = (i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % ways == 0)
     return next(free, None)
-
-
-def is_vector(names: tuple[str, ...]) -> bool:
-    """True for a parameter of one space: (heads, head_dim) are two dims of one, `layers` only stacks."""
-    dims = [name for name in names if name != "layers"]
-    return len(dims) == 1 or (len(dims) == 2 and dims[1] == "head_dim")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from jaxpar.config import yaml_text
 from jaxpar.config.checks import find_problems
+from jaxpar.config.describe import describe
 from jaxpar.config.errors import ConfigError, dotted, field_at, placeholder, translate
 from jaxpar.config.run import RunConfig
 
@@ -57,6 +58,7 @@ def json_schema() -> Tree:
     schema = RunConfig.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         part.pop("required", None)
+    describe(schema, RunConfig)
     include = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "description": "files merged before this one"}
     schema["properties"]["include"] = include
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

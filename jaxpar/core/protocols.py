@@ -1,5 +1,9 @@
 """The two interfaces that join models and parallelism: `Model`, and the `Context` that a model is handed.
 
+Where a token is: `samples_b` is the global number of its row; its place in the row is `seq_index_S` inside a region (what
+`context` leaves of the sequence, in the order that the attention method stores) and `block_seq_index_S` at a block boundary
+(`tensor` may have cut once more); `positions_bS` counts within its document. Random bits use the first two, rotary angles the last.
+
 A model is single-device maths on named dims; it knows no mesh axis. All that depends on the layout comes in through the
 context, whose functions are identities on one device.
 """

@@ -1,20 +1,14 @@
-"""What a parameter is, told from the names of its dims: a matrix, a stack of matrices, or something that is neither.
-
-Rank tells nothing: leaves are stacked over layers and experts, and one side of a matrix may be two dims (heads, head_dim).
-"""
+"""What a parameter is, told from the names of its dims: a matrix, a stack of matrices, or something that is neither."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.config.dims import dim_spaces
 from jaxpar.core.typing import PyTree
 from jaxpar.mesh.specs import is_names
 
-# Leading dims that only stack copies of a parameter.
-STACK_DIMS = ("layers", "experts")
-# A dim that is the second half of one space together with the dim before it.
-_JOINS = {"head_dim": ("heads", "kv_heads")}
 # Rows that are looked up or scored one by one: orthogonalising across them has no meaning.
 TABLE_DIMS = ("vocab", "positions")
 
@@ -25,20 +19,6 @@ class MatrixDims(NamedTuple):
     stack: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-
-
-def dim_spaces(names: tuple[str, ...]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """(stacking dims, spaces): ("layers", "embed", "heads", "head_dim") -> ((0,), [(1,), (2, 3)])."""
-    start = 0
-    while start < len(names) and names[start] in STACK_DIMS:
-        start += 1
-    spaces: list[tuple[int, ...]] = []
-    for i in range(start, len(names)):
-        if i > start and names[i - 1] in _JOINS.get(names[i], ()):
-            spaces[-1] = (*spaces[-1], i)
-        else:
-            spaces.append((i,))
-    return tuple(range(start)), spaces
 
 
 def decays(names: tuple[str, ...]) -> bool:

@@ -1,5 +1,13 @@
 """Loss and gradients over the microbatches of a step, inside the one `shard_map`: the schedule of a single stage.
 
+What happens to the gradient of one matrix, from the token losses to the optimizer:
+- `vary` marks it as different on every device before the loop, so JAX's transposes leave each device its own partial sum;
+- ZeRO 0: partial sums of all microbatches are added in the loop; after it `reduce_gradients` all-reduces them, once;
+- ZeRO 1: the same, but after the loop `scatter_gradient` reduce-scatters them over the ZeRO axes first;
+- ZeRO 2: `scatter_gradient` stands in the loop, so only shards are added up;
+- ZeRO 3: the matrix is a shard already; the transpose of its gather (`zero._gather_bwd`) reduce-scatters, layer by layer.
+What is left to sum (`replica`; `tensor` for what it does not split) is read from the gradient's type, in `reduce_gradients`.
+
 Law L1: the loss is a sum over all valid tokens of the global batch divided by their number, which is known before the
 backward pass; every term of the loss carries its own (sum, weight).
 """

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ def prepare(layout: Layout, plans: PyTree, weights: Params, *, dtype: jax.typing
     leaves, tree = jax.tree.flatten(weights)
     dims = [None if layout.zero_stage < 3 or plan.zero_dim is None else plan.zero_dim - stacked for plan in plan_leaves]
     for members in _bundles(layout, leaves, dims):
-        gathered = _gather(layout.zero_axes, tuple(dims[i] or 0 for i in members), dtype, tuple(leaves[i] for i in members))
-        for i, w in zip(members, gathered, strict=True):
+        shards = tuple(leaves[i] for i in members)
+        gathered = _gather(layout.zero_axes, tuple(dims[i] or 0 for i in members), dtype, shards)
+        for i, w in zip(members, cast(tuple[Array, ...], gathered), strict=True):
             leaves[i] = w
     return jax.tree.unflatten(tree, [w.astype(dtype) for w in leaves])
 
@@ -52,11 +54,11 @@ def _bundles(layout: Layout, leaves: Sequence[Array], dims: Sequence[int | None]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: Axes, dims: Dims, dtype: jax.typing.DTypeLike, shards: tuple[Array, ...]) -> tuple[Array, ...]:
-    cast = [w.astype(dtype) for w in shards]
-    if len(cast) == 1:
-        return (lax.all_gather(cast[0], axes, axis=dims[0], tiled=True),)
-    packed_WN = lax.all_gather(jnp.concatenate([w.ravel() for w in cast]), axes)
-    return tuple(_merge(part.reshape(-1, *w.shape), dim) for part, w, dim in zip(_split(packed_WN, cast), cast, dims, strict=True))
+    parts = [w.astype(dtype) for w in shards]
+    if len(parts) == 1:
+        return (lax.all_gather(parts[0], axes, axis=dims[0], tiled=True),)
+    packed_WN = lax.all_gather(jnp.concatenate([w.ravel() for w in parts]), axes)
+    return tuple(_merge(flat.reshape(-1, *w.shape), dim) for flat, w, dim in zip(_split(packed_WN, parts), parts, dims, strict=True))
 
 
 def _gather_fwd(

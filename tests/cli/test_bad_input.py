@@ -20,9 +20,12 @@ STEPS = ("train.steps=2",)
         (("run.dir=tiny.yaml/run",), ("cannot write in tiny.yaml/run", "run.dir=")),
         (("checkpoint.resume=nowhere",), ("checkpoint.resume",)),
         (("--nonsense",), ("No such option",)),
+        (("data.source=text", "data.path=gone.txt"), ("gone.txt",)),
+        (("data.source=tokens", "data.path=odd.bin"), ("odd.bin", "1001", "2")),
     ],
 )
 def test_exit_2_with_a_message(command: Command, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    (command.folder / "odd.bin").write_bytes(bytes(1001))
     before = set(command.folder.iterdir())
     code, _, err = command.train(*STEPS, *overrides)
     assert code == 2, err
@@ -30,6 +33,18 @@ def test_exit_2_with_a_message(command: Command, overrides: tuple[str, ...], wor
     for word in words:
         assert word in err
     assert {path for path in command.folder.iterdir() if path.name != "runs"} <= before
+
+
+def test_a_damaged_checkpoint_stops_and_loses_nothing(command: Command) -> None:
+    assert command.train(*STEPS, "run.dir=damaged")[0] == 0
+    state = command.folder / "damaged" / "checkpoints" / "2" / "state"
+    victim = max((path for path in state.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-7])
+    code, _, err = command.train("train.steps=4", "optimizer.schedule=constant", "run.dir=damaged")
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert victim.name in err
+    assert victim.exists()
 
 
 def test_no_checkpoint_to_read(command: Command) -> None:

@@ -285,3 +285,5 @@ def test_schema_describes_every_key():
     assert set(schema["properties"]) == {*RunConfig.model_fields, "include"}
     assert "required" not in schema
     assert schema["$defs"]["MeshConfig"]["additionalProperties"] is False
+    assert schema["$defs"]["OptimizerConfig"]["properties"]["min_lr_ratio"]["description"] == "final learning rate / lr"
+    assert "as many as the axes multiply to" in schema["$defs"]["MeshConfig"]["properties"]["fake_devices"]["description"]
