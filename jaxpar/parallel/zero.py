@@ -22,7 +22,7 @@ from jaxpar.mesh.specs import is_plan
 
 # Weights up to this size (gathered) share one collective: below it the latency of a collective costs more than copying.
 # Larger ones have their own, which needs no copy.
-BUNDLE_BYTES = 128 << 10
+BUNDLE_BYTES = 1 << 20
 
 Axes = tuple[str, ...]
 Dims = tuple[int, ...]
@@ -55,7 +55,7 @@ def _bundles(layout: Layout, leaves: Sequence[Array], dims: Sequence[int | None]
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: Axes, dims: Dims, dtype: jax.typing.DTypeLike, shards: tuple[Array, ...]) -> tuple[Array, ...]:
     parts = [w.astype(dtype) for w in shards]
-    if len(parts) == 1:
+    if len(parts) == 1 and dims[0] == 0:
         return (lax.all_gather(parts[0], axes, axis=dims[0], tiled=True),)
     packed_WN = lax.all_gather(jnp.concatenate([w.ravel() for w in parts]), axes)
     return tuple(_merge(flat.reshape(-1, *w.shape), dim) for flat, w, dim in zip(_split(packed_WN, parts), parts, dims, strict=True))
@@ -73,7 +73,7 @@ def _gather_bwd(
 ) -> tuple[tuple[Array, ...]]:
     # Summed in the parameter's dtype: a bfloat16 sum over many devices loses the small contributions.
     wide = [vary(g.astype(was.dtype), axes) for g, was in zip(grads, like, strict=True)]
-    if len(wide) == 1:
+    if len(wide) == 1 and dims[0] == 0:
         summed = [lax.psum_scatter(wide[0], axes, scatter_dimension=dims[0], tiled=True)]
     else:
         ways = math.prod(lax.axis_size(axis) for axis in axes)

@@ -56,7 +56,7 @@ def test_zero_1_and_2_reduce_scatter_gradients(stage: int, num_microbatches: int
     assert moved == {scatter: times * WIDTH * MATRICES, reduce: WIDTH * (VECTORS + SCALARS)}
 
 
-@pytest.mark.parametrize(("mlp", "a_layer"), [(MLP, 1), (1024, 1 + 3)], ids=["all_small", "three_large"])
+@pytest.mark.parametrize(("mlp", "a_layer"), [(MLP, 1), (8192, 1 + 3)], ids=["all_small", "three_large"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_zero_3_gathers_twice_and_scatters_once(policy: str, num_microbatches: int, mlp: int, a_layer: int) -> None:
