@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxpar.config.axes import AXES, BATCH_AXES, DIMS
 from jaxpar.config.layout import Layout, LayoutError, plan_leaf
+from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.sizes import parameter_table
@@ -73,6 +74,7 @@ def _allowed(dim: str, axis: str) -> str:
 def split_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """Every dim of the model and of a batch against the axes of `layout`."""
     yield from _dim_problems(config, layout)
+    yield from _whole_problems(config, layout)
     yield from _sequence_problems(config, layout)
     yield from _batch_problems(config, layout)
     yield from _zero_problems(config, layout)
@@ -105,6 +107,19 @@ def _dim_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield Problem((*keys, *MESH_KEYS), f"{key}: {size_text} does not divide over {named}; {works}")
 
 
+def _whole_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """`rules:` that leave a dim whole where something else counts on its split."""
+    tensor, kv_heads = layout.sizes["tensor"], config.model.kv_heads
+    for dim in ("heads", "mlp", "vocab"):
+        if config.sequence_parallel and tensor > 1 and not layout.split(dim):
+            text = f"rules.{dim}: null, but sequence_parallel splits the sequence over mesh.tensor={tensor} and needs {dim} split with it"
+            yield Problem((f"rules.{dim}", "sequence_parallel", *MESH_KEYS), f"{text}; write [tensor], or sequence_parallel=false")
+    ways = layout.ways("heads")
+    if ways > 1 and not layout.split("kv_heads") and ways % kv_heads:
+        text = f"rules.kv_heads: null, but model.num_kv_heads={kv_heads}, kept whole, would have to divide mesh.tensor={ways}"
+        yield Problem(("rules.kv_heads", "model.num_kv_heads", *MESH_KEYS), f"{text}; leave rules.kv_heads out")
+
+
 def _fits(dim: str, size: int, ways: int) -> bool:
     return size % ways == 0 or (dim == "kv_heads" and ways % size == 0)
 
@@ -125,11 +140,27 @@ def _sequence_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     if seq_len % multiple:
         near = near_multiples(seq_len, multiple)
         yield Problem(keys, f"data.seq_len: {seq_len} is not a multiple of {multiple} ({'; '.join(reasons)}); {near} would work")
-    heads = config.model.num_heads // layout.ways("heads")
-    if context > 1 and config.context.method == "ulysses" and config.model.num_heads % layout.ways("heads") == 0 and heads % context:
-        legal = ", ".join(map(str, divisors(heads)))
-        text = f"mesh.context: {context} does not divide the {heads} heads of a tensor rank, which context.method=ulysses needs"
-        yield Problem(("context.method", "model.num_heads", *MESH_KEYS), f"{text}; mesh.context may be {legal}, or context.method=ring")
+    if context > 1 and config.context.method == "ulysses":
+        yield from _ulysses_problems(config.model, layout, context)
+
+
+def _ulysses_problems(model: ModelConfig, layout: Layout, context: int) -> Iterator[Problem]:
+    """Every rank of `context` gets whole query heads, and whole key-value heads of which each may be repeated."""
+    ways = layout.ways("heads")
+    if model.num_heads % ways or model.kv_heads % layout.ways("kv_heads"):
+        return  # reported by their dims
+    heads = model.num_heads // ways
+    kv_heads = model.kv_heads // ways if layout.split("kv_heads") == layout.split("heads") else 1
+    legal = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    if context in legal:
+        return
+    works = f"mesh.context may be {', '.join(map(str, legal))}, or context.method=ring"
+    keys = ("context.method", "model.num_heads", "model.num_kv_heads", *MESH_KEYS)
+    text = f"mesh.context: {context} does not divide the {heads} heads of a tensor rank, which context.method=ulysses needs"
+    if heads % context == 0:
+        fault = f"neither divides nor is a multiple of the {kv_heads} key-value heads of a tensor rank"
+        text = f"mesh.context: {context} {fault}, as context.method=ulysses needs"
+    yield Problem(keys, f"{text}; {works}")
 
 
 def _batch_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:

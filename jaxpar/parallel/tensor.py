@@ -16,16 +16,22 @@ SEQ_DIM = 1  # activations are [b, S, D]
 
 def enter(layout: Layout, x_bSD: Float[Array, "b S D"], dim: str) -> Float[Array, "b T D"]:
     """This device's tokens -> all tokens that its part of `dim` works on."""
-    axes = layout.split(dim)
+    axes = split_for_sequence(layout, dim)
     seq_axes = layout.live(("tensor",)) if layout.sequence_parallel else ()
-    if seq_axes and not axes:
-        raise LayoutError(
-            f"dim {dim!r} is not split, but sequence_parallel splits the sequence over {seq_axes[0]!r}: give {dim!r} that axis under "
-            f"rules:, or set sequence_parallel: false"
-        )
     if seq_axes:
         return lax.all_gather(x_bSD, seq_axes, axis=SEQ_DIM, tiled=True)
     return vary(x_bSD, axes)
+
+
+def split_for_sequence(layout: Layout, dim: str) -> tuple[str, ...]:
+    """Axes that split `dim`; LayoutError where it is whole while `tensor` splits the sequence."""
+    axes = layout.split(dim)
+    if layout.sequence_parallel and layout.live(("tensor",)) and not axes:
+        raise LayoutError(
+            f"dim {dim!r} is not split, but sequence_parallel splits the sequence over 'tensor': give {dim!r} that axis under "
+            f"rules:, or set sequence_parallel: false"
+        )
+    return axes
 
 
 def leave(layout: Layout, y_bTD: Float[Array, "b T D"], dim: str) -> Float[Array, "b S D"]:

@@ -14,7 +14,7 @@ from jaxpar.config.layout import Layout
 from jaxpar.core.dtypes import wide
 from jaxpar.core.typing import Terms
 from jaxpar.core.vma import vary, varying
-from jaxpar.parallel.tensor import index, leave
+from jaxpar.parallel.tensor import index, leave, split_for_sequence
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LossSpec:
 
 def embed(layout: Layout, table_VD: Float[Array, "V D"], ids_bS: Int[Array, "b S"]) -> Float[Array, "b T D"]:
     """Rows of a table; each device looks up the ids of its part, zeros elsewhere, and the parts are summed."""
-    axes = layout.split("vocab")
+    axes = split_for_sequence(layout, "vocab")
     if not axes:
         return jnp.take(table_VD, ids_bS, axis=0, mode="clip")
     rows = table_VD.shape[0]

@@ -45,11 +45,16 @@ def prepare(layout: Layout, plans: PyTree, weights: Params, *, dtype: jax.typing
 
 
 def _bundles(layout: Layout, leaves: Sequence[Array], dims: Sequence[int | None]) -> list[list[int]]:
-    """Which leaves are gathered together."""
-    sharded = [i for i, dim in enumerate(dims) if dim is not None]
+    """Which leaves are gathered together: small ones that vary over the same axes, for all that is packed varies alike."""
     ways = layout.size(layout.zero_axes)
-    small = [i for i in sharded if leaves[i].size * leaves[i].dtype.itemsize * ways <= BUNDLE_BYTES]
-    return [[i] for i in sharded if i not in small] + ([small] if small else [])
+    alone: list[list[int]] = []
+    small: dict[frozenset[str], list[int]] = {}
+    for i in (i for i, dim in enumerate(dims) if dim is not None):
+        if leaves[i].size * leaves[i].dtype.itemsize * ways <= BUNDLE_BYTES:
+            small.setdefault(varying(leaves[i]), []).append(i)
+        else:
+            alone.append([i])
+    return alone + list(small.values())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

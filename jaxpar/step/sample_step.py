@@ -44,6 +44,16 @@ def make_next_logits(forward: Forward, placement: Placement) -> Callable[[Params
     return next_logits
 
 
+def gumbel(words: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Standard Gumbel noise of uint32 words, always finite.
+
+    The highest words round to a uniform of 1 in float32 (one of 2^25), of which the noise would be infinite.
+    """
+    uniform = (words.astype(dtype) + 0.5) / jnp.asarray(2.0**32, dtype)
+    below_one = jnp.asarray(1.0 - jnp.finfo(dtype).epsneg, dtype)
+    return -jnp.log(-jnp.log(jnp.minimum(uniform, below_one)))
+
+
 def make_sample_step(forward: Forward, placement: Placement, order: Array, seed: int) -> SampleFn:
     """Gumbel-max sampling; the noise is a function of (seed, row, position, token id), so layouts agree on the text.
 
@@ -59,8 +69,7 @@ def make_sample_step(forward: Forward, placement: Placement, order: Array, seed:
             position = start + i - 1
             logits_bV = next_logits(params, {**batch, "tokens": tokens_bS}, position)
             words_bV = random.bits(key, batch["samples"], position[None], jnp.arange(logits_bV.shape[1], dtype=jnp.int32))[:, 0]
-            uniform = (words_bV.astype(logits_bV.dtype) + 0.5) / jnp.asarray(2.0**32, logits_bV.dtype)
-            noise_bV = -jnp.log(-jnp.log(uniform)) * temperature.astype(logits_bV.dtype)
+            noise_bV = gumbel(words_bV, logits_bV.dtype) * temperature.astype(logits_bV.dtype)
             chosen_b = jnp.argmax(logits_bV + noise_bV, axis=-1).astype(tokens_bS.dtype)
             return lax.dynamic_update_slice_in_dim(tokens_bS, chosen_b[:, None], slot_of[position + 1], 1)
 

@@ -116,6 +116,19 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data.seq_len": 3, "mesh.tensor": 8}, "8 would work"),
     (
+        {
+            "model.num_heads": 12,
+            "model.head_dim": 8,
+            "zero_stage": 0,
+            "model.num_kv_heads": 4,
+            "mesh.context": 6,
+            "data.seq_len": 66,
+            "context.method": "ulysses",
+        },
+        "mesh.context: 6 neither divides nor is a multiple of the 4 key-value heads of a tensor rank, as context.method=ulysses needs; "
+        "mesh.context may be 1, 2, 4, 12, or context.method=ring",
+    ),
+    (
         {"mesh.context": 4, "mesh.tensor": 4, "context.method": "ulysses"},
         "mesh.context: 4 does not divide the 2 heads of a tensor rank, which context.method=ulysses needs; "
         "mesh.context may be 1, 2, or context.method=ring",
@@ -211,7 +224,19 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "rules.batch: lacks replica, expert, whose devices would all compute the same; write [replica, data, expert]",
     ),
     ({"rules.seq": None}, "rules.seq: lacks context"),
-    ({"rules.heads": None}, "rules.kv_heads: split over tensor while heads are whole; set rules.kv_heads=null as well"),
+    (
+        {"rules.heads": None, "mesh.tensor": 2, "sequence_parallel": False},
+        "rules.kv_heads: split over tensor while heads are whole; set rules.kv_heads=null as well",
+    ),
+    (
+        {"rules.mlp": None, "mesh.tensor": 2},
+        "rules.mlp: null, but sequence_parallel splits the sequence over mesh.tensor=2 and needs mlp split with it; write [tensor]",
+    ),
+    ({"rules.vocab": None, "mesh.tensor": 2}, "rules.vocab: null, but sequence_parallel splits the sequence"),
+    (
+        {"rules.kv_heads": None, "model.num_kv_heads": 4, "mesh.tensor": 2},
+        "rules.kv_heads: null, but model.num_kv_heads=4, kept whole, would have to divide mesh.tensor=2; leave rules.kv_heads out",
+    ),
 ]
 
 
@@ -239,7 +264,7 @@ def test_one_violation_one_line(changes, said):
         {"model.attention_dropout": 0.1, "attention": "reference", "mesh.context": 2, "context.method": "all_gather"},
         {"model.sliding_window": 4096},
         {"data.seq_len": 30, "mesh.tensor": 4, "sequence_parallel": False},
-        {"rules": {"heads": None, "kv_heads": None, "mlp": None, "vocab": None}, "mesh.tensor": 3, "data.seq_len": 66},
+        {"rules": {"heads": None, "kv_heads": None, "mlp": None, "vocab": None}, "mesh.tensor": 3, "sequence_parallel": False},
         {"rules.channels": "tensor"},  # a dim of the user's own model
         {"data.source": "text", "data.path": ["a", "b"], "data.eval_path": "c", "data.eval_fraction": 0.0, "train.eval_every": 5},
         {"checkpoint": {"save_every": 50, "keep_every": 100}},
