@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, statistics in float32 at least."""
+"""Normalisation over the last dim, in float32 at least: statistics, and the sums over tokens that are the gradients of scale and bias."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,7 +11,7 @@ def rms_norm(x: Float[Array, "*n D"], scale_D: Float[Array, "D"], eps: float) ->
     """x / rms(x) * scale (Zhang and Sennrich, arXiv 1910.07467)."""
     x_wide = x.astype(wide(x.dtype))
     inverse = lax.rsqrt(jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True) + eps)
-    return (x_wide * inverse).astype(x.dtype) * scale_D
+    return (x_wide * inverse * scale_D.astype(x_wide.dtype)).astype(x.dtype)
 
 
 def layer_norm(x: Float[Array, "*n D"], scale_D: Float[Array, "D"], bias_D: Float[Array, "D"], eps: float) -> Float[Array, "*n D"]:
@@ -19,4 +19,4 @@ def layer_norm(x: Float[Array, "*n D"], scale_D: Float[Array, "D"], bias_D: Floa
     x_wide = x.astype(wide(x.dtype))
     centred = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    return (centred * inverse).astype(x.dtype) * scale_D + bias_D
+    return (centred * inverse * scale_D.astype(x_wide.dtype) + bias_D.astype(x_wide.dtype)).astype(x.dtype)

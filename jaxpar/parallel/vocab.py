@@ -14,6 +14,7 @@ from jaxpar.config.layout import Layout
 from jaxpar.core.dtypes import wide
 from jaxpar.core.typing import Terms
 from jaxpar.core.vma import vary, varying
+from jaxpar.ops.lookup import look_up
 from jaxpar.parallel.tensor import index, leave, split_for_sequence
 
 
@@ -31,11 +32,11 @@ def embed(layout: Layout, table_VD: Float[Array, "V D"], ids_bS: Int[Array, "b S
     """Rows of a table; each device looks up the ids of its part, zeros elsewhere, and the parts are summed."""
     axes = split_for_sequence(layout, "vocab")
     if not axes:
-        return jnp.take(table_VD, ids_bS, axis=0, mode="clip")
+        return look_up(table_VD, ids_bS)
     rows = table_VD.shape[0]
     local_bS = ids_bS - index(axes) * rows
     mine_bS1 = ((local_bS >= 0) & (local_bS < rows))[..., None]
-    found_bSD = jnp.take(table_VD, jnp.clip(local_bS, 0, rows - 1), axis=0, mode="clip")
+    found_bSD = look_up(table_VD, local_bS)
     return leave(layout, jnp.where(mine_bS1, found_bSD, jnp.zeros((), table_VD.dtype)), "vocab")
 
 
