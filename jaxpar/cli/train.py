@@ -59,14 +59,15 @@ def show_end(path: Path, overrides: list[str], config: "RunConfig", parts: "Part
     if result.eval_loss is not None:
         perplexity = math.exp(min(result.eval_loss, 700))
         print(f"evaluation loss {result.eval_loss:.4f} nats a token (perplexity {perplexity:.4g}) at step {result.step}")
-    print(f"run folder: {result.run_dir} (config.yaml, metrics.jsonl, tensorboard/, checkpoints/)")
+    curves = (result.run_dir / "tensorboard").is_dir()
+    print(f"run folder: {result.run_dir} (config.yaml, metrics.jsonl, {'tensorboard/, ' if curves else ''}checkpoints/)")
     again = " ".join([str(path), *overrides])
-    elsewhere = " ".join([str(path), *(text for text in overrides if not text.startswith("run.dir="))])
+    elsewhere = " ".join([str(path), *(text for text in overrides if not text.startswith(("run.dir=", "mesh.", "zero_stage=")))])
     print("next:")
     if other := another_mesh(config, parts.mesh.size):
         print(f"  the same curve under another mesh: jaxpar train {elsewhere} {other} run.dir={result.run_dir}-2")
     print(f"  more text: jaxpar sample {again} --prompt 'class '")
-    if config.log.tensorboard:
+    if curves:
         print(f"  curves: tensorboard --logdir {result.run_dir.parent}")
 
 
@@ -74,11 +75,11 @@ def another_mesh(config: "RunConfig", num_devices: int) -> str | None:
     """Overrides of a mesh of as many devices that this run can have and has not."""
     from jaxpar.config.checks import check
 
-    for tensor, zero_stage in ((1, 3), (2, 3), (4, 1), (1, 0)):
+    for tensor, zero_stage in ((1, 3), (2, 3), (4, 1)):
         sizes = {"replica": 1, "data": num_devices // tensor, "context": 1, "tensor": tensor}
         mesh = config.mesh.model_copy(update=sizes)
         other = config.model_copy(update={"mesh": mesh, "zero_stage": zero_stage})
-        if num_devices > 1 and num_devices % tensor == 0 and other != config and not check(other, num_devices):
-            changed = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != getattr(config.mesh, axis)]
-            return " ".join([*changed, *([f"zero_stage={zero_stage}"] if zero_stage != config.zero_stage else [])])
+        if num_devices > 1 and num_devices % tensor == 0 and mesh != config.mesh and not check(other, num_devices):
+            axes = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1 or getattr(config.mesh, axis) > 1]
+            return " ".join([*axes, f"zero_stage={zero_stage}"])
     return None

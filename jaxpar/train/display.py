@@ -88,7 +88,8 @@ class ConsoleDisplay:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")]
-        self._progress = Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self.console)
+        times = [TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")]
+        self._progress = Progress(*columns, *times, console=self.console)
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._progress.start()
 

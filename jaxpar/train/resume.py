@@ -74,9 +74,9 @@ def refuse_changes(parts: Parts, meta: Mapping[str, Any], source: str) -> None:
         steps = f"the checkpoint has {saved['train']['steps']}, this run {parts.config.train.steps}"
         bends = [f"train.steps: {steps}: optimizer.schedule={parts.config.optimizer.schedule} had other learning rates so far"]
     if lines + bends:
-        advice = "to go on, set these back; to start anew, set another run.dir (or checkpoint.resume=never)"
+        advice = "to go on, set what the checkpoint has; to start anew, another run.dir or checkpoint.resume=never"
         raise ConfigError(
-            [*lines, *bends, advice], f"cannot go on from step {meta['step']} in {source}: the curve would not be that of one run"
+            [*lines, *bends], f"cannot go on from step {meta['step']} in {source}: the curve would not be that of one run ({advice})"
         )
 
 

@@ -35,6 +35,8 @@ def facts_of(parts: Parts) -> Facts:
         ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, microbatches: {c.num_microbatches}"),
         ("data", parts.train_data.describe()),
     ]
+    if data.has_eval:  # opened before the first step: a held-out set that is empty must not end a run that has trained
+        facts.append(("held out", parts.eval_data.describe().splitlines()[0]))
     if whole := not_sharded(parts):
         facts.append((f"ZeRO-{c.zero_stage} keeps whole", ", ".join(whole)))
     return [(str(what), str(words)) for what, words in facts]
