@@ -20,7 +20,7 @@ UPDATE_RMS = 0.2
 def _scale_to_rms(names: PyTree) -> optax.GradientTransformation:
     """An orthogonal [m, n] matrix has RMS 1 / sqrt(max(m, n)): multiply by 0.2 sqrt(max(m, n)) (Liu et al. 2025, eq. 4)."""
 
-    def scale(leaf_names: tuple[str, ...], update: jax.Array) -> jax.Array:
+    def scale(leaf_names: tuple[str, ...], update: jax.Array | optax.MaskedNode) -> jax.Array | optax.MaskedNode:
         dims = matrix_dims(leaf_names)
         if dims is None or isinstance(update, optax.MaskedNode):
             return update
