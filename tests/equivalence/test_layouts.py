@@ -65,17 +65,21 @@ def describe(index: int) -> str:
     return f"{index}-{name}-{mesh}-z{run.zero_stage}-{run.context.method}-{sp}-m{run.num_microbatches}-{run.remat.policy}"
 
 
-def cases(numbers: range) -> list[Any]:
-    """One worker for all layouts of a model, so that they share its one-device program."""
-    return [pytest.param(i, id=describe(i), marks=pytest.mark.xdist_group(sorted(MODELS)[i % len(MODELS)])) for i in numbers]
+def cases(numbers: range, num_default: int) -> list[Any]:
+    """One worker for all layouts of a model, so that they share its one-device program; those after `num_default` are slow."""
+    out = []
+    for i in numbers:
+        marks = [pytest.mark.xdist_group(sorted(MODELS)[i % len(MODELS)])]
+        out.append(pytest.param(i, id=describe(i), marks=marks + [pytest.mark.slow] * (i - numbers.start >= num_default)))
+    return out
 
 
-@pytest.mark.parametrize("index", cases(range(NUM_DRAWN)))
+@pytest.mark.parametrize("index", cases(range(NUM_DRAWN), num_default=18))
 def test_float64_gate(index: int) -> None:
     assert_float64(draw(index)[1])
 
 
-@pytest.mark.parametrize("index", cases(range(NUM_DRAWN, NUM_DRAWN + NUM_FLOAT32)))
+@pytest.mark.parametrize("index", cases(range(NUM_DRAWN, NUM_DRAWN + NUM_FLOAT32), num_default=3))
 def test_float32_gate(index: int) -> None:
     name, run = draw(index)
     assert_float32(
