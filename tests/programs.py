@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,9 +60,14 @@ def nbytes(aval: Any) -> int:
 
 
 def dot_flops(program: Any) -> int:
-    """2 a multiply-add, over all matrix products."""
+    """FLOPs of all matrix products of a jaxpr."""
+    return flops_of(equations(program))
+
+
+def flops_of(found: Iterable[tuple[Any, int]]) -> int:
+    """2 a multiply-add, over the matrix products among equations."""
     total = 0
-    for eqn, times in equations(program):
+    for eqn, times in found:
         if eqn.primitive.name == "dot_general":
             contracted = eqn.params["dimension_numbers"][0][0]
             size = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)

@@ -19,6 +19,7 @@ from jaxpar.ops.attention_xla import causal_blocks
 from jaxpar.parallel.context.local import attend as attend_local
 from jaxpar.parallel.context.select import METHODS, select
 from jaxpar.parallel.context.ulysses import kv_repeats
+from tests.programs import equations, flops_of
 
 Equations = list[tuple[Any, int]]  # equations of a jaxpr, each with how often it runs
 ROWS, SEQ, HEADS, HEAD_DIM = 2, 32, 8, 8
@@ -185,20 +186,6 @@ def test_float32_error_is_that_of_one_device(method: str) -> None:
 # --- What it costs, read from the traced program ---
 
 
-def equations(program: Any, times: int = 1) -> Equations:
-    """Every equation with how often it runs; a scan's body runs `length` times."""
-    found = []
-    for eqn in program.eqns:
-        found.append((eqn, times))
-        inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for param in eqn.params.values():
-            for sub in param if isinstance(param, tuple | list) else (param,):
-                jaxpr = getattr(sub, "jaxpr", sub)
-                if hasattr(jaxpr, "eqns"):
-                    found += equations(jaxpr, inner)
-    return found
-
-
 COLLECTIVES = ("ppermute", "all_gather", "reduce_scatter", "all_to_all", "psum", "psum_invariant", "pbroadcast", "pmax")
 
 
@@ -206,7 +193,7 @@ def trace(method: str, case: Case, backward: bool = True, seq: int = SEQ, kernel
     dtype = jnp.bfloat16 if kernel == "cudnn" else jnp.float32
     arrays = [jax.ShapeDtypeStruct((ROWS, seq, n, HEAD_DIM), dtype) for n in (HEADS, case.kv_heads, case.kv_heads, HEADS)]
     packed = jax.ShapeDtypeStruct((ROWS, seq), jnp.int32)
-    return equations(jax.make_jaxpr(spread(method, case, KERNELS[kernel], backward, seq))(*arrays, packed).jaxpr)
+    return list(equations(jax.make_jaxpr(spread(method, case, KERNELS[kernel], backward, seq))(*arrays, packed).jaxpr))
 
 
 def collectives(found: Equations) -> dict[str, int]:
@@ -215,15 +202,6 @@ def collectives(found: Equations) -> dict[str, int]:
         if eqn.primitive.name in COLLECTIVES:
             counts[eqn.primitive.name] = counts.get(eqn.primitive.name, 0) + times
     return counts
-
-
-def dot_flops(found: Equations) -> int:
-    total = 0
-    for eqn, times in found:
-        if eqn.primitive.name == "dot_general":
-            contracted = eqn.params["dimension_numbers"][0][0]
-            total += times * 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-    return total
 
 
 @pytest.mark.parametrize("ways", [2, 4, 8])
@@ -270,7 +248,7 @@ def test_ring_work_is_exactly_balanced(ways: int, local: int) -> None:
     blocks = causal_blocks(local, local, Visibility(case.spec, "same", index, index))
     own = sum((i.stop - i.start) * (j.stop - j.start) for i, j in blocks)
     pairs = own + (ways - 1) * 2 * (local // 2) ** 2
-    assert dot_flops(found) == (2 + 5) * 2 * pairs * HEADS * HEAD_DIM * ROWS
+    assert flops_of(found) == (2 + 5) * 2 * pairs * HEADS * HEAD_DIM * ROWS
     whole = (local * ways) ** 2
     assert pairs * ways <= whole * (1 / 2 + 1 / (2 * ways))
 
