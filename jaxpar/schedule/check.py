@@ -105,15 +105,17 @@ def _deadlock(schedule: Schedule) -> Iterator[Fault]:
     """The cycle that keeps stages waiting for one another; what is missing, or late on its own stage, is reported elsewhere."""
     shape, orders = schedule.shape, schedule.orders
     exists = {(stage, gives(action)) for stage, order in enumerate(orders) for action in order}
-    asked = {(stage, place) for stage, order in enumerate(orders) for action in order for place in needs(shape, stage, action)}
-    given = {place for stage, place in asked if place not in exists or place[0] == stage}
-    ran, came = run(shape, [[(action,) for action in order] for order in orders], given)
+
+    def messages(stage: int, action: Action) -> list[Place]:
+        return [place for place in needs(shape, stage, action) if place[0] != stage and place in exists]
+
+    ran, came = run([[(action,) for action in order] for order in orders], messages)
     if len(ran) == sum(map(len, orders)):
         return
-    done = given | {(stage, gives(action)) for stage, (action,) in ran}
+    done = {(stage, gives(action)) for stage, (action,) in ran}
 
     def waits_for(stage: int) -> Place:
-        return next(place for place in needs(shape, stage, orders[stage][came[stage]]) if place not in done)
+        return next(place for place in messages(stage, orders[stage][came[stage]]) if place not in done)
 
     path = [next(stage for stage, order in enumerate(orders) if came[stage] < len(order))]
     while (after := waits_for(path[-1])[0]) not in path:

@@ -3,7 +3,7 @@
 B and I give the same thing to others, the gradient of a chunk's input: here "B" stands for both.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.schedule.actions import Action, Shape, producer
 
@@ -24,11 +24,8 @@ def needs(shape: Shape, stage: int, action: Action) -> list[Place]:
     return found
 
 
-def run(shape: Shape, orders: Sequence[Sequence[Unit]], given: Container[Place] = ()) -> tuple[list[tuple[int, Unit]], list[int]]:
-    """(stage, unit) in an order in which all needs are met, and how far each stage came: less than its order is a deadlock.
-
-    given: places that count as done.
-    """
+def run(orders: Sequence[Sequence[Unit]], needed: Callable[[int, Action], Iterable[Place]]) -> tuple[list[tuple[int, Unit]], list[int]]:
+    """(stage, unit) in an order in which all needs are met, and how far each stage came: less than its order is a deadlock."""
     done: set[Place] = set()
     came = [0] * len(orders)
     ran: list[tuple[int, Unit]] = []
@@ -38,7 +35,7 @@ def run(shape: Shape, orders: Sequence[Sequence[Unit]], given: Container[Place] 
         for stage, order in enumerate(orders):
             while came[stage] < len(order):
                 unit = order[came[stage]]
-                if any(place not in done and place not in given for action in unit for place in needs(shape, stage, action)):
+                if any(place not in done for action in unit for place in needed(stage, action)):
                     break
                 done.update((stage, gives(action)) for action in unit)
                 ran.append((stage, unit))

@@ -16,10 +16,9 @@ from jaxpar.schedule.actions import Action, Kind, Placement, Schedule, Shape
 from jaxpar.schedule.check import find_faults
 from jaxpar.schedule.errors import ScheduleError
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 SKIPPED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-SHOWN = 20  # violations of one file
 
 
 class Entry(NamedTuple):
@@ -52,8 +51,7 @@ def read_csv(path: Path | str) -> Schedule:
             problems.append(f"row {fault.stage + 1}{cell}: {fault.text}")
         if not problems:
             return schedule
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    raise ScheduleError(problems[:SHOWN] + more, str(path))
+    raise ScheduleError(problems, str(path))
 
 
 def write_csv(schedule: Schedule, path: Path | str) -> None:
@@ -80,12 +78,13 @@ def _parse(path: Path) -> Parsed:
     rows, problems = [], []
     for number, line in enumerate(lines, 1):
         row: list[Entry] = []
+        known = len(problems)
         for position, text in enumerate(line, 1):
             entries = _entries(text.strip(), position)
             if entries is None:
-                problems.append(f"row {number}, cell {position}: {text.strip()!r} is no action; write virtual stage, kind, microbatch: 0F0")
+                problems.append(f"row {number}, cell {position}: {text.strip()[:24]!r} is no action; write virtual stage, kind, microbatch: 0F0")
             row += entries or []
-        if not row:
+        if not row and len(problems) == known:
             problems.append(f"row {number}: no actions; each row is a stage")
         rows.append(row)
     return Parsed(rows, problems if rows else ["no rows; each row is a stage"])
@@ -103,7 +102,14 @@ def _entries(text: str, position: int) -> list[Entry] | None:
 
 
 def _size_problems(rows: list[list[Entry]]) -> Iterator[str]:
-    """Virtual stages must be a whole number of chunks a row."""
+    """Numbers without holes, so that a slip of the pen asks for no million stages; a whole number of chunks a row."""
+    for what, numbers in (
+        ("virtual stage", {entry.virtual for row in rows for entry in row}),
+        ("microbatch", {entry.microbatch for row in rows for entry in row}),
+    ):
+        hole = next(i for i in range(len(numbers) + 1) if i not in numbers)
+        if hole <= max(numbers):
+            yield f"{what} {hole} is nowhere, but {max(numbers)} is; they are numbered from 0 without holes"
     highest = max(entry.virtual for row in rows for entry in row)
     if (highest + 1) % len(rows):
         row, entry = next((number, entry) for number, row in enumerate(rows, 1) for entry in row if entry.virtual == highest)

@@ -1,6 +1,7 @@
 """Event simulation: each stage runs its order, an action starts when its stage is free and its inputs have arrived."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jaxpar.schedule.actions import Action, Schedule
@@ -100,7 +101,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     shape = schedule.shape
     orders = [_units(order, costs) for order in schedule.orders]
-    ran, came = run(shape, orders)
+    ran, came = run(orders, partial(needs, shape))
     if came != list(map(len, orders)):
         problems = check_schedule(schedule) or ["FB: an overlapped pair would wait for itself; leave FB out"]
         raise ScheduleError(problems, f"schedule {schedule.name}")
