@@ -14,6 +14,7 @@ import typer
 from jaxpar.cli.doctor import doctor
 from jaxpar.cli.eval import evaluate
 from jaxpar.cli.sample import sample
+from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import train
 from jaxpar.train.signals import INTERRUPTED
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(sample)
+app.command()(schedule)
 app.command()(doctor)
 
 

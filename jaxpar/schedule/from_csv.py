@@ -82,7 +82,8 @@ def _parse(path: Path) -> Parsed:
         for position, text in enumerate(line, 1):
             entries = _entries(text.strip(), position)
             if entries is None:
-                problems.append(f"row {number}, cell {position}: {text.strip()[:24]!r} is no action; write virtual stage, kind, microbatch: 0F0")
+                shown = repr(text.strip()[:24])
+                problems.append(f"row {number}, cell {position}: {shown} is no action; write virtual stage, kind, microbatch: 0F0")
             row += entries or []
         if not row and len(problems) == known:
             problems.append(f"row {number}: no actions; each row is a stage")

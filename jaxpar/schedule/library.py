@@ -95,5 +95,5 @@ def _csv_problems(path: str, num_stages: int, num_microbatches: int, num_chunks:
     asked = {"stages": num_stages, "microbatches": num_microbatches, "chunks a stage": num_chunks}
     holds = {"stages": shape.num_stages, "microbatches": shape.num_microbatches, "chunks a stage": shape.num_chunks}
     for what, size in asked.items():
-        if size is not None and size != holds[what]:
+        if size is not None and size >= 1 and size != holds[what]:
             yield f"{size} {what}: {path} is a schedule for {holds[what]}; {holds[what]} would work"
