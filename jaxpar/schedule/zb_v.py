@@ -9,7 +9,7 @@ from jaxpar.schedule.actions import Action, Kind, Schedule, Shape
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Figure 5 of the paper, for F = I = W: no idle inside any stage's span from 2p - 1 microbatches on.
+    """The hand-made order, for F = I = W: no idle inside any stage's span from 2p - 1 microbatches on.
 
     The order is that of at least 2p - 1 microbatches without the actions of those that do not exist: leaving a whole
     microbatch out breaks no dependency, and leaves each stage idle by no more than what it would have done for it.
