@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.store import CheckpointStore
+from jaxpar.config.check_pipeline import schedule_of
 from jaxpar.config.checks import layout_of
 from jaxpar.config.layout import Layout
 from jaxpar.config.run import RunConfig
@@ -30,8 +31,11 @@ from jaxpar.parallel.ctx import AttendFn
 from jaxpar.parallel.forward import Forward
 from jaxpar.parallel.lint import check_reductions
 from jaxpar.parallel.vocab import LossSpec
+from jaxpar.schedule.lower import lower
+from jaxpar.schedule.ticks import TickTable
 from jaxpar.step.eval_step import make_eval_step
 from jaxpar.step.feed import Feed
+from jaxpar.step.natural import NaturalOrder
 from jaxpar.step.placement import Placement, place
 from jaxpar.step.sample_step import SampleFn, make_sample_step
 from jaxpar.step.state import TrainState
@@ -69,7 +73,8 @@ class Parts:
         return jax.jit(self._initial, out_shardings=self.placement.state_shardings)
 
     def _initial(self) -> TrainState:
-        params = init_params(self.model, self.config.seed, self.config.param_dtype)
+        stages = self.layout.stages
+        params = init_params(self.model, self.config.seed, self.config.param_dtype, stages and stages.layer_of_row)
         return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
     @cached_property
@@ -109,6 +114,11 @@ class Parts:
         return open_dataset(c.data, seed=c.seed, vocab_size=c.model.vocab_size, split=split, cache_dir=cache_dir, progress=self.progress)
 
     @cached_property
+    def natural(self) -> NaturalOrder:
+        """Between the state of the run and that of its checkpoints."""
+        return NaturalOrder(self.placement)
+
+    @cached_property
     def checkpoints(self) -> CheckpointStore:
         """What is saved of this run."""
         return CheckpointStore(self.run_dir / "checkpoints", self.config.checkpoint)
@@ -135,25 +145,42 @@ def build(
     own, model = model is not None, Transformer(config.model) if model is None else model
     attend, attention = build_attention(config, layout, devices[0].platform)
     optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model)) if optimizer is None else optimizer
-    shapes = param_shapes(model, config.param_dtype)
+    stages = layout.stages
+    if stages is not None and sum(stages.layers_per_stage) != model.num_layers:
+        text = f"model.num_layers: {config.model.num_layers} in the config, {model.num_layers} in the model"
+        raise ValueError(f"{text}; a pipeline divides the layers by the config: set model.num_layers={model.num_layers}")
+    shapes = param_shapes(model, config.param_dtype, stages and stages.layer_of_row)
     placement = place(layout, mesh, param_names(model), shapes, optimizer)
+    ticks = None if stages is None else build_ticks(config, stages.shape.num_stages)
     forward = Forward(
         model=model,
         layout=layout,
         plans=placement.plans,
         attend=attend,
         context_method=config.context.method,
-        loss=LossSpec(config.model.vocab_size, config.loss_chunk_tokens, config.z_loss, config.model.logits_softcap),
+        loss=loss_spec(config, ticks),
         remat=config.remat,
         compute_dtype=jnp.dtype(config.compute_dtype),
         seq_len=config.data.seq_len,
         attention_dropout=config.model.attention_dropout,
+        ticks=ticks,
     )
     feed = Feed(layout, mesh, config.context.method, config.data.seq_len, config.data.isolate_documents, config.param_dtype)
     if own:
         check_reductions(forward, mesh, feed.abstract(config.data.global_batch_size, config.num_microbatches))
     rate = learning_rate(config.optimizer, config.train.steps)
     return Parts(config, layout, mesh, model, forward, placement, optimizer, rate, feed, attention)
+
+
+def loss_spec(config: RunConfig, ticks: TickTable | None) -> LossSpec:
+    """The loss of a config; schedules with W want its weight gradient as one product."""
+    one_product = ticks is not None and "W" in ticks.kinds
+    return LossSpec(config.model.vocab_size, config.loss_chunk_tokens, config.z_loss, config.model.logits_softcap, one_product)
+
+
+def build_ticks(config: RunConfig, num_stages: int) -> TickTable:
+    """What the stages of a pipeline run, tick by tick."""
+    return lower(schedule_of(config, num_stages), keep_inputs=config.pipeline.stash == "inputs")
 
 
 def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[AttendFn, str]:
@@ -165,4 +192,6 @@ def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[A
     axes = layout.context_axes
     ways = layout.size(axes)
     words = f"{words}, {config.context.method} over context={ways}" if axes else words
-    return partial(select(config.context.method, ways), kernel=kernel, spec=spec, axis="".join(axes), ways=ways), words
+    return partial(
+        select(config.context.method, ways, staged=layout.stages is not None), kernel=kernel, spec=spec, axis="".join(axes), ways=ways
+    ), words

@@ -13,7 +13,8 @@ ROOT = Path(jaxpar.__file__).parent
 # One row a line, first to last. `jaxpar/x.py` and `jaxpar/x/` are both `x`.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("core",),
-    ("config", "schedule"),
+    ("schedule",),
+    ("config",),
     ("mesh",),
     ("ops",),
     ("models", "parallel", "optim", "data", "checkpoint", "planner"),
@@ -80,7 +81,7 @@ def test_a_back_edge_is_found(tmp_path):
     path.write_text("from jaxpar.core import typing\n\ndef f():\n" + "".join(f"    {line}\n" for line in inside))
     found = back_edges(path, "jaxpar.data.bad")
     assert [edge.split(":")[1] for edge in found] == ["4", "5", "6", "7"]
-    assert "jaxpar.data.bad (row 4, data) -> jaxpar.train.loop (row 7, train)" in found[0]
+    assert "jaxpar.data.bad (row 5, data) -> jaxpar.train.loop (row 8, train)" in found[0]
 
 
 def test_config_and_schedule_import_no_jax():

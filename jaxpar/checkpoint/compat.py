@@ -7,7 +7,7 @@ from jaxpar.core.words import versions
 
 # Keys and sections that may change between a save and its resume. All others decide what the state means, or which sample comes next.
 MAY_CHANGE = (
-    *("name", "mesh", "rules", "sequence_parallel", "zero_stage", "num_microbatches", "context", "remat", "attention"),
+    *("name", "mesh", "rules", "sequence_parallel", "zero_stage", "num_microbatches", "pipeline", "context", "remat", "attention"),
     *("compute_dtype", "loss_chunk_tokens", "z_loss", "train", "checkpoint", "log", "run", "optimizer"),
     # Where the data lie; what they are is compared by fingerprint.
     *("data.path", "data.prefetch", "data.mixture.*.path"),

@@ -81,8 +81,8 @@ def latest_state(parts: "Parts") -> "tuple[TrainState, int]":
     changes = config_differences(meta["config"], parts.config.model_dump(mode="json"))
     if lines := [line for line in changes if line.startswith(("model.", "data.tokenizer"))]:
         raise ConfigError(lines, f"the checkpoint of step {meta['step']} is of another model")
-    state, meta = parts.checkpoints.restore(meta["step"], parts.placement.state)
-    return state, meta["step"]
+    state, meta = parts.checkpoints.restore(meta["step"], parts.natural.state)
+    return parts.natural.to_run(state), meta["step"]
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

@@ -37,8 +37,9 @@ def schedule(
     problems = _usage_problems(name, compare, names, csv)
     costs = _parse_costs(cost, problems)
     stages, microbatches = _sizes(names, stages, microbatches, problems)
-    for each in names if stages is not None and microbatches is not None else ():
-        problems += schedule_problems(each, stages, microbatches, chunks)
+    if stages is not None and microbatches is not None:
+        for each in names:
+            problems += schedule_problems(each, stages, microbatches, chunks)
     if problems or stages is None or microbatches is None:
         raise ScheduleError(list(dict.fromkeys(problems)), "jaxpar schedule")
     timelines = [simulate(build_schedule(each, stages, microbatches, chunks), costs) for each in names]

@@ -87,7 +87,6 @@ def _dim_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         "kv_heads": ("model.num_kv_heads" if model.num_kv_heads else "model.num_heads", model.kv_heads),
         "mlp": ("model.mlp_dim", model.mlp_dim),
         "vocab": ("model.vocab_size", model.padded_vocab_size),
-        "layers": ("model.num_layers", model.num_layers),
     }
     for dim, (key, size) in dims.items():
         ways, axes = layout.ways(dim), layout.split(dim)

@@ -5,8 +5,10 @@ Each violation is one line: key, value, the rule, a value that would work. All a
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxpar.config.axes import AXES
+from jaxpar.config.check_pipeline import pipeline_problems, stages_of
 from jaxpar.config.check_sections import section_problems
 from jaxpar.config.check_splits import rule_problems, split_problems
 from jaxpar.config.errors import ConfigError
@@ -16,7 +18,7 @@ from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
 
-UNUSED_AXES = ("pipe", "expert")  # pipelines and experts come with a later version
+UNUSED_AXES = ("expert",)  # experts come with a later version
 
 
 def check(config: RunConfig, num_devices: int | None) -> list[str]:
@@ -31,7 +33,9 @@ def find_problems(config: RunConfig, num_devices: int | None) -> Iterator[Proble
     yield from wrong_rules
     yield from section_problems(config)
     with_rules = config.model_copy(update={"rules": {}}) if wrong_rules else config
-    yield from split_problems(config, _layout(with_rules, _known_sizes(config.mesh, num_devices)))
+    sizes = _known_sizes(config.mesh, num_devices)
+    yield from pipeline_problems(config, sizes["pipe"])
+    yield from split_problems(config, _layout(with_rules, sizes))
 
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int | None) -> dict[str, int]:
@@ -48,7 +52,10 @@ def layout_of(config: RunConfig, num_devices: int | None) -> Layout:
     """How the run is spread over `num_devices` devices (None: as many as the mesh says)."""
     if problems := [problem.text for problem in rule_problems(config.rules)]:
         raise ConfigError(problems, "rules")
-    return _layout(config, resolve_sizes(config.mesh, num_devices))
+    sizes = resolve_sizes(config.mesh, num_devices)
+    if problems := [problem.text for problem in pipeline_problems(config, sizes["pipe"])]:
+        raise ConfigError(problems, "pipeline")
+    return replace(_layout(config, sizes), stages=stages_of(config, sizes["pipe"]))
 
 
 def mesh_problems(mesh: MeshConfig, num_devices: int | None) -> Iterator[Problem]:

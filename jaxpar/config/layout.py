@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxpar.config.axes import BATCH_AXES, ZERO_AXES
 from jaxpar.config.dims import is_vector
+from jaxpar.config.stages import Stages
 
 DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipe",),
@@ -32,13 +33,15 @@ class LayoutError(ValueError):
 class Layout:
     """How one run is spread over devices.
 
-    sizes: every mesh axis -> its size, resolved (no -1). rules: dim -> axes, resolved over the defaults.
+    sizes: every mesh axis -> its size, resolved (no -1). rules: dim -> axes, resolved over the defaults. stages: which layers each
+    pipeline stage holds; None without a pipeline.
     """
 
     sizes: Mapping[str, int]
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(DEFAULT_RULES))
     zero_stage: int = 0
     sequence_parallel: bool = True
+    stages: Stages | None = None
 
     def live(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The axes of size > 1: an axis of one device needs no collective and appears in no spec."""
@@ -80,15 +83,23 @@ class Layout:
         return self.live(ZERO_AXES)
 
     @property
+    def pipe_axes(self) -> tuple[str, ...]:
+        return self.live(("pipe",))
+
+    @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
+
+    def stored_shape(self, names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape in which a parameter is stored: a pipeline keeps room for as many layers in every chunk as the largest has."""
+        return (self.stages.num_rows, *shape[1:]) if self.stages is not None and names[0] == "layers" else shape
 
 
 @dataclass(frozen=True)
 class LeafPlan:
     """Where one parameter lives.
 
-    axes: for each dim, the axes that split it by the rules. zero_dim: the dim that ZeRO shards further, if any.
+    axes: for each dim, the axes that split it by the rules. zero_dim: the dim that ZeRO shards further, if any, over zero_axes.
     """
 
     path: str
@@ -96,12 +107,13 @@ class LeafPlan:
     shape: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
     zero_dim: int | None
+    zero_axes: tuple[str, ...] = ()
 
-    def spec(self, zero_axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Axes of each dim when the ZeRO axes (empty: none) are spent too."""
-        if self.zero_dim is None or not zero_axes:
+    def spec(self, *, sharded: bool) -> tuple[tuple[str, ...], ...]:
+        """Axes of each dim; sharded: by ZeRO as well."""
+        if self.zero_dim is None or not sharded:
             return self.axes
-        return tuple(axes + zero_axes if i == self.zero_dim else axes for i, axes in enumerate(self.axes))
+        return tuple(axes + self.zero_axes if i == self.zero_dim else axes for i, axes in enumerate(self.axes))
 
 
 def plan_leaf(layout: Layout, path: str, names: tuple[str, ...], shape: tuple[int, ...]) -> LeafPlan:
@@ -120,18 +132,24 @@ def plan_leaf(layout: Layout, path: str, names: tuple[str, ...], shape: tuple[in
         if size % ways:
             legal = [n for n in range(1, ways + 1) if size % n == 0]
             raise LayoutError(f"{path}: dim {name!r} of size {size} does not divide over {' x '.join(dim_axes)} = {ways}; legal: {legal}")
-    return LeafPlan(path, names, shape, axes, _zero_dim(layout, names, shape, axes))
+    return LeafPlan(path, names, shape, axes, *_zero_split(layout, names, shape, axes))
 
 
-def _zero_dim(layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]) -> int | None:
-    """The outermost dim of a matrix or table that is free and divides over the ZeRO axes.
+def _zero_split(
+    layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]
+) -> tuple[int | None, tuple[str, ...]]:
+    """The outermost dim of a matrix or table that is free and divides over the ZeRO axes, and those axes.
 
     Outermost, because shards along it are contiguous: gathering and scattering need no transposition (3 to 5 % of a
     ZeRO-3 step on CPU, against the largest dim). `layers` is scanned, so never. A vector (norm scale, bias) stays whole: a
-    collective for it costs more than its bytes.
+    collective for it costs more than its bytes. What is not stacked over layers (embedding, head) would be the same on every
+    stage of a pipeline, so `pipe` shards it too where the dim divides.
     """
-    ways = layout.size(layout.zero_axes)
-    if ways == 1 or is_vector(names):
-        return None
-    free = (i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % ways == 0)
-    return next(free, None)
+    if is_vector(names):
+        return None, ()
+    pipe = () if "layers" in names else layout.pipe_axes
+    for over in dict.fromkeys((pipe + layout.zero_axes, layout.zero_axes)):
+        free = (i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % layout.size(over) == 0)
+        if over and (dim := next(free, None)) is not None:
+            return dim, over
+    return None, ()

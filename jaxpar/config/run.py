@@ -9,6 +9,7 @@ from jaxpar.config.data import DataConfig
 from jaxpar.config.mesh import MeshConfig
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.optimizer import OptimizerConfig
+from jaxpar.config.pipeline import PipelineConfig
 from jaxpar.config.train import CheckpointConfig, ContextConfig, LogConfig, RematConfig, RunSection, TrainConfig
 
 
@@ -25,6 +26,7 @@ class RunConfig(Section):
     sequence_parallel: bool = True  # `tensor` also splits the sequence at block boundaries
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_microbatches: PositiveInt = 1
+    pipeline: PipelineConfig = PipelineConfig()
     context: ContextConfig = ContextConfig()
     remat: RematConfig = RematConfig()
     attention: Literal["auto", "xla", "cudnn", "reference"] = "auto"

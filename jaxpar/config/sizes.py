@@ -133,17 +133,17 @@ def state_bytes_per_device(config: RunConfig, layout: Layout) -> StateBytes:
     expert x context) where a free dim divides. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
     """
     width = DTYPE_BYTES[config.param_dtype]
-    live = layout.zero_axes
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
     from_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}
     replicated = []
     for leaf in parameter_table(config.model):
-        plan = plan_leaf(layout, leaf.path, leaf.names, leaf.shape)
-        if live and plan.zero_dim is None:
+        stored = layout.stored_shape(leaf.names, leaf.shape)
+        plan = plan_leaf(layout, leaf.path, leaf.names, stored)
+        if plan.zero_dim is None and (layout.zero_axes or layout.pipe_axes):
             replicated.append(leaf)
         for kind in totals:
-            spec = plan.spec(live if layout.zero_stage >= from_stage[kind] else ())
-            shape = tuple(size // layout.size(axes) for size, axes in zip(leaf.shape, spec, strict=True))
+            spec = plan.spec(sharded=layout.zero_stage >= from_stage[kind])
+            shape = tuple(size // layout.size(axes) for size, axes in zip(stored, spec, strict=True))
             elements = optimizer_elements(config.optimizer, leaf, math.prod(shape)) if kind == "optimizer" else math.prod(shape)
             totals[kind] += width * elements
     return StateBytes(**totals, replicated=tuple(replicated))

@@ -56,14 +56,12 @@ def spec_entry(axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
 
 def param_specs(layout: Layout, plans: PyTree) -> PyTree:
     """How parameters are stored: ZeRO-3 shards them."""
-    zero = layout.zero_axes if layout.zero_stage >= 3 else ()
-    return jax.tree.map(lambda plan: to_spec(plan.spec(zero)), plans, is_leaf=is_plan)
+    return jax.tree.map(lambda plan: to_spec(plan.spec(sharded=layout.zero_stage >= 3)), plans, is_leaf=is_plan)
 
 
 def sharded_specs(layout: Layout, plans: PyTree) -> PyTree:
     """How optimizer state is stored and gradients leave the step: sharded from ZeRO-1 on."""
-    zero = layout.zero_axes if layout.zero_stage >= 1 else ()
-    return jax.tree.map(lambda plan: to_spec(plan.spec(zero)), plans, is_leaf=is_plan)
+    return jax.tree.map(lambda plan: to_spec(plan.spec(sharded=layout.zero_stage >= 1)), plans, is_leaf=is_plan)
 
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:

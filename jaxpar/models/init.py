@@ -1,5 +1,7 @@
 """Initial values: a function of (seed, parameter path, layer) alone (law L3), made sharded, padding zero."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -19,20 +21,28 @@ def param_names(model: Model) -> Params:
     return _map(model, lambda path, spec: ("layers", *spec.names) if path.startswith("blocks.") else spec.names)
 
 
-def param_shapes(model: Model, dtype: jax.typing.DTypeLike) -> Params:
+def param_shapes(model: Model, dtype: jax.typing.DTypeLike, rows: Sequence[int] | None = None) -> Params:
     """Shapes of the stored tree, without numbers."""
-    return jax.eval_shape(lambda: init_params(model, 0, dtype))
+    return jax.eval_shape(lambda: init_params(model, 0, dtype, rows))
 
 
-def init_params(model: Model, seed: int, dtype: jax.typing.DTypeLike) -> Params:
-    """The stored tree; jit it with output shardings, and no device holds more than its shard."""
+def init_params(model: Model, seed: int, dtype: jax.typing.DTypeLike, rows: Sequence[int] | None = None) -> Params:
+    """The stored tree; jit it with output shardings, and no device holds more than its shard.
+
+    rows: the layer of each stored row of the blocks, negative where a row belongs to none (it is zero); None: layers in order.
+    """
+    layer_of_row = tuple(range(model.num_layers)) if rows is None else tuple(rows)
 
     def one(path: str, spec: ParamSpec) -> Array:
         key = init_key(seed, path)
         if not path.startswith("blocks."):
             return _leaf(spec, key, dtype)
-        layers = jnp.arange(model.num_layers, dtype=jnp.uint32)
-        return jax.vmap(lambda layer: _leaf(spec, jax.random.fold_in(key, layer), dtype))(layers)
+        layers = jnp.asarray([max(layer, 0) for layer in layer_of_row], jnp.uint32)
+        leaf = jax.vmap(lambda layer: _leaf(spec, jax.random.fold_in(key, layer), dtype))(layers)
+        if min(layer_of_row) >= 0:
+            return leaf
+        used = jnp.asarray([layer >= 0 for layer in layer_of_row]).reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(used, leaf, jnp.zeros((), leaf.dtype))
 
     return _map(model, one)
 

@@ -20,12 +20,10 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree, replicat
     """
     paths_and_params, treedef = jax.tree_util.tree_flatten_with_path(params)
     specs = treedef.flatten_up_to(param_specs)
-    known = {path: (param, spec) for (path, param), spec in zip(paths_and_params, specs, strict=True)}
-    lengths = sorted({len(path) for path in known}, reverse=True)
+    known = {path_name(path): (param, spec) for (path, param), spec in zip(paths_and_params, specs, strict=True)}
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        owner = next((path[len(path) - n :] for n in lengths if path[len(path) - n :] in known), None)
-        if owner is None:
+    def one(path: tuple[Any, ...], leaf: Any, owner: str) -> Any:
+        if not owner:
             return replicated
         param, spec = known[owner]
         if leaf.shape == param.shape:
@@ -33,8 +31,19 @@ def state_specs(opt_state: PyTree, params: PyTree, param_specs: PyTree, replicat
         if leaf.size >= max(SMALL, param.size):
             raise ValueError(
                 f"optimizer state {path_name(path)} of shape {leaf.shape} would be replicated, "
-                f"yet it is as large as its parameter {path_name(owner)} of shape {param.shape}"
+                f"yet it is as large as its parameter {owner} of shape {param.shape}"
             )
         return replicated
+
+    return jax.tree_util.tree_map_with_path(one, opt_state, owner_names(opt_state, params))
+
+
+def owner_names(opt_state: PyTree, params: PyTree) -> PyTree:
+    """For each leaf of the state the name of the parameter whose key path ends its own, or ""."""
+    known = {path: path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    lengths = sorted({len(path) for path in known}, reverse=True)
+
+    def one(path: tuple[Any, ...], _: Any) -> str:
+        return next((known[path[len(path) - n :]] for n in lengths if path[len(path) - n :] in known), "")
 
     return jax.tree_util.tree_map_with_path(one, opt_state)

@@ -1,4 +1,4 @@
-"""Loss and gradients over the microbatches of a step, inside the one `shard_map`: the schedule of a single stage.
+"""Loss and gradients over the microbatches of a step, inside the one `shard_map`; on a pipeline, see `pipeline.gradients`.
 
 What happens to the gradient of one matrix, from the token losses to the optimizer:
 - `vary` marks it as different on every device before the loop, so JAX's transposes leave each device its own partial sum;
@@ -12,25 +12,18 @@ Law L1: the loss is a sum over all valid tokens of the global batch divided by t
 backward pass; every term of the loss carries its own (sum, weight).
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend import core as jex_core
-from jax.interpreters import partial_eval
 
-from jaxpar.config.layout import Layout
 from jaxpar.core.typing import Array, Params
 from jaxpar.core.vma import vary, varying
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.forward import Batch, Forward
+from jaxpar.parallel.pipeline.evaluate import pipeline_logits, pipeline_sums
+from jaxpar.parallel.pipeline.gradients import pipeline_gradients
 from jaxpar.parallel.reduce import reduce_gradients
+from jaxpar.parallel.terms import Key, global_means, global_sum, over_microbatches, total_weights
 from jaxpar.parallel.zero import scatter_gradient
-
-Key = tuple[Array, Array]
-T = TypeVar("T")
 
 
 def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key | None) -> tuple[dict[str, Array], Params]:
@@ -38,6 +31,8 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
 
     batch: [M, b, S], this device's rows of each microbatch. Gradients come out as `mesh.specs.sharded_specs` lays them out.
     """
+    if forward.ticks is not None:
+        return pipeline_gradients(forward, forward.ticks, params, batch, key)
     layout = forward.layout
     # Marked once, before the loop: the transpose of this mark is the reduction over data, and must not stand in the loop.
     params = vary(params, layout.token_axes)
@@ -52,7 +47,7 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
         loss, pullback, sums = jax.vjp(lambda p: minimised(p, rows), params, has_aux=True)
         (grads,) = pullback(vary(jnp.ones_like(loss), tuple(varying(loss))))
         if layout.zero_stage == 2:
-            grads = jax.tree.map(lambda plan, g: scatter_gradient(layout, plan, g), forward.plans, grads, is_leaf=is_plan)
+            grads = jax.tree.map(lambda plan, g: scatter_gradient(plan, g), forward.plans, grads, is_leaf=is_plan)
         return grads, sums
 
     grads, sums = over_microbatches(gradients, batch)
@@ -61,51 +56,13 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
 
 def sum_terms(forward: Forward, params: Params, batch: Batch) -> tuple[dict[str, Array], dict[str, Array]]:
     """Evaluation: sums and weights of every term over the global batch [M, b, S]; no dropout."""
+    if forward.ticks is not None:
+        return pipeline_sums(forward, params, batch)
     totals = over_microbatches(lambda rows: forward.terms(params, rows, None), batch)
     summed = {name: (global_sum(forward.layout, s), global_sum(forward.layout, w)) for name, (s, w) in totals.items()}
     return {name: s for name, (s, _) in summed.items()}, {name: w for name, (_, w) in summed.items()}
 
 
-def over_microbatches(f: Callable[[Batch], T], batch: Batch) -> T:
-    """Sum of f over the leading dim; one scan, so the program does not grow with microbatches."""
-    first = {name: x[0] for name, x in batch.items()}
-    if batch["tokens"].shape[0] == 1:
-        return f(first)
-    shapes = jax.eval_shape(f, first)
-    start = jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), tuple(a.manual_axis_type.varying)), shapes)
-    total, _ = lax.scan(lambda acc, rows: (jax.tree.map(jnp.add, acc, f(rows)), None), start, dict(batch))
-    return total
-
-
-def total_weights(forward: Forward, params: Params, batch: Batch, key: Key | None) -> dict[str, Array]:
-    """Weight of every term over the global batch, at least one unit where nothing counts (then the sum is 0 too).
-
-    Weights depend on the batch alone: all that leads to the sums is removed from the traced program, and a weight that
-    still needs a parameter is an error that names the term.
-    """
-
-    def weights_of(params: Params, batch: Batch) -> dict[str, Array]:
-        return over_microbatches(lambda rows: {name: w for name, (_, w) in forward.terms(params, rows, key).items()}, batch)
-
-    closed, shapes = jax.make_jaxpr(weights_of, return_shape=True)(params, dict(batch))
-    num_params = len(jax.tree.leaves(params))
-    for name, position in zip(sorted(shapes), range(len(shapes)), strict=True):
-        only = [i == position for i in range(len(shapes))]
-        if any(partial_eval.dce_jaxpr(closed.jaxpr, only)[1][:num_params]):
-            raise ValueError(f"term {name!r}: its weight depends on parameters; a weight must be known before the backward pass")
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(shapes))
-    inputs = [x for x, u in zip(jax.tree.leaves((params, dict(batch))), used, strict=True) if u]
-    local = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, closed.consts))(*inputs)
-    totals = {name: global_sum(forward.layout, w) for name, w in zip(sorted(shapes), local, strict=True)}
-    return {name: jnp.where(w > 0, w, jnp.ones_like(w)) for name, w in totals.items()}
-
-
-def global_sum(layout: Layout, x: Array) -> Array:
-    """Sum over every axis that splits tokens; a value that is alike on all `tensor` ranks counts once."""
-    axes = tuple(axis for axis in layout.sizes if axis in varying(x))
-    return lax.psum(x, axes) if axes else x
-
-
-def global_means(layout: Layout, sums: dict[str, Array], weights: dict[str, Array]) -> dict[str, Array]:
-    """Sum / weight of each term over the global batch."""
-    return {name: global_sum(layout, total) / weights[name] for name, total in sums.items()}
+def logits(forward: Forward, params: Params, batch: Batch) -> Array:
+    """This device's columns of the logits [b, S, V/tensor] of one microbatch, on every stage."""
+    return forward.logits(params, batch) if forward.ticks is None else pipeline_logits(forward, params, batch)

@@ -13,10 +13,12 @@ from jaxpar.config.train import RematConfig
 from jaxpar.core.dtypes import wide
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params, PyTree, Terms
+from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.ctx import AttendFn, SpmdContext
 from jaxpar.parallel.remat import remat_policy
 from jaxpar.parallel.vocab import LossSpec
 from jaxpar.parallel.zero import prepare
+from jaxpar.schedule.ticks import TickTable
 
 Batch = Mapping[str, Array]
 
@@ -35,9 +37,10 @@ class Forward:
     compute_dtype: Any
     seq_len: int
     attention_dropout: float = 0.0
+    ticks: TickTable | None = None  # what the stages of a pipeline run
 
-    def context(self, batch: Batch, key: tuple[Array, Array] | None) -> SpmdContext:
-        """Context of one microbatch of this device."""
+    def context(self, batch: Batch, key: tuple[Array, Array] | None, shared: PyTree = None) -> SpmdContext:
+        """Context of one microbatch of this device; shared: what `Model.shared` made of it, where that is known."""
         ctx = SpmdContext(
             layout=self.layout,
             loss=self.loss,
@@ -51,26 +54,26 @@ class Forward:
             key=key,
             attention_dropout=self.attention_dropout,
         )
-        return ctx.replace(shared=self.model.shared(ctx))
+        return ctx.replace(shared=self.model.shared(ctx) if shared is None else shared)
 
     def terms(self, params: Params, batch: Batch, key: tuple[Array, Array] | None) -> Terms:
         """Loss terms and metrics of this device's tokens, as (sum, weight)."""
         ctx = self.context(batch, key)
-        embed = self._prepare("embed", params["embed"])
+        embed = self.prepare("embed", params["embed"])
         x_bSD, aux = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
-        head = self._prepare("head", params["head"])
+        head = self.prepare("head", params["head"])
         terms = self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx)
-        self._check_names(aux, terms)
+        self.check_names(aux, terms)
         return aux | terms
 
     def logits(self, params: Params, batch: Batch) -> Array:
         """This device's columns of the logits [b, S, V/tensor]."""
         ctx = self.context(batch, None)
-        embed = self._prepare("embed", params["embed"])
+        embed = self.prepare("embed", params["embed"])
         x_bSD, _ = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
-        return self.model.logits(self._prepare("head", params["head"]), embed, x_bSD, ctx)
+        return self.model.logits(self.prepare("head", params["head"]), embed, x_bSD, ctx)
 
-    def _check_names(self, aux: Terms, head: Terms) -> None:
+    def check_names(self, aux: Terms, head: Terms) -> None:
         """ValueError where a term would hide another, or one that is needed is not there."""
         if both := sorted(aux.keys() & head.keys()):
             raise ValueError(f"model: blocks and head both return a term {', '.join(map(repr, both))}; give one of them another name")
@@ -83,16 +86,27 @@ class Forward:
     def _blocks(self, params: Params, x_bSD: Array, ctx: SpmdContext) -> tuple[Array, Terms]:
         def layer(x_bSD: Array, layer_params: tuple[Params, Array]) -> tuple[Array, Terms]:
             weights, index = layer_params
-            return self.model.block(self._prepare("blocks", weights), x_bSD, ctx.at(index))
+            return self.model.block(self.prepare("blocks", weights), x_bSD, ctx.at(index))
 
-        layers = jnp.arange(self.model.num_layers, dtype=jnp.int32)
-        x_bSD, stacked = lax.scan(self._remat(layer), x_bSD, (params["blocks"], layers))
-        return x_bSD, {name: (jnp.sum(total), jnp.sum(weight)) for name, (total, weight) in stacked.items()}
+        layer_N = self._layers()
+        x_bSD, stacked = lax.scan(self.remat_layer(layer), vary(x_bSD, tuple(varying(layer_N))), (params["blocks"], layer_N))
+        counts_N = layer_N >= 0
+        return x_bSD, jax.tree.map(lambda terms_N: jnp.sum(jnp.where(counts_N, terms_N, jnp.zeros_like(terms_N))), stacked)
 
-    def _prepare(self, part: str, weights: Params) -> Params:
+    def _layers(self) -> Array:
+        """Layers whose weights this device holds, in stored order; negative where a row belongs to none."""
+        stages = self.layout.stages
+        if stages is None:
+            return jnp.arange(self.model.num_layers, dtype=jnp.int32)
+        row_PN = jnp.asarray(stages.layer_of_row, jnp.int32).reshape(stages.shape.num_stages, -1)
+        return lax.dynamic_index_in_dim(row_PN, lax.axis_index("pipe"), keepdims=False)
+
+    def prepare(self, part: str, weights: Params) -> Params:
+        """Stored weights of a part (of one layer, for blocks) -> what it computes with."""
         return prepare(self.layout, self.plans[part], weights, dtype=self.compute_dtype, stacked=part == "blocks")
 
-    def _remat(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def remat_layer(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer with the config's choice of what it keeps for its backward pass."""
         policy = remat_policy(self.remat, self.layout, self.plans["blocks"])
         # prevent_cse=False: inside a scan XLA cannot merge the recomputation with the forward pass anyway.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -16,7 +16,7 @@ from jaxpar.parallel.zero import scatter_gradient
 def reduce_gradients(layout: Layout, plans: PyTree, grads: PyTree) -> PyTree:
     """Partial sums of every leaf -> gradients laid out as `mesh.specs.sharded_specs` says."""
     if layout.zero_stage == 1:
-        grads = jax.tree.map(lambda plan, g: scatter_gradient(layout, plan, g), plans, grads, is_leaf=is_plan)
+        grads = jax.tree.map(lambda plan, g: scatter_gradient(plan, g), plans, grads, is_leaf=is_plan)
     plan_leaves = jax.tree.leaves(plans, is_leaf=is_plan)
     leaves, tree = jax.tree.flatten(grads)
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -30,6 +30,5 @@ def reduce_gradients(layout: Layout, plans: PyTree, grads: PyTree) -> PyTree:
 
 
 def _partial_over(layout: Layout, plan: LeafPlan, g: Array) -> tuple[str, ...]:
-    zero = layout.zero_axes if layout.zero_stage >= 1 else ()
-    kept = {axis for dim_axes in plan.spec(zero) for axis in dim_axes}
+    kept = {axis for dim_axes in plan.spec(sharded=layout.zero_stage >= 1) for axis in dim_axes}
     return tuple(axis for axis in layout.sizes if axis in varying(g) and axis not in kept)

@@ -37,5 +37,5 @@ def keep_all_but_weights(layout: Layout, block_plans: PyTree) -> Policy:
 
 def _local_shape(layout: Layout, plan: LeafPlan) -> tuple[int, ...]:
     """A device's part of one layer's stored weight."""
-    spec = plan.spec(layout.zero_axes if layout.zero_stage >= 3 else ())
+    spec = plan.spec(sharded=layout.zero_stage >= 3)
     return tuple(size // layout.size(axes) for size, axes in zip(plan.shape, spec, strict=True))[1:]

@@ -36,22 +36,22 @@ def prepare(layout: Layout, plans: PyTree, weights: Params, *, dtype: jax.typing
     plan_leaves = jax.tree.leaves(plans, is_leaf=is_plan)
     leaves, tree = jax.tree.flatten(weights)
     dims = [None if layout.zero_stage < 3 or plan.zero_dim is None else plan.zero_dim - stacked for plan in plan_leaves]
-    for members in _bundles(layout, leaves, dims):
+    for members in _bundles(layout, plan_leaves, leaves, dims):
         shards = tuple(leaves[i] for i in members)
-        gathered = _gather(layout.zero_axes, tuple(dims[i] or 0 for i in members), dtype, shards)
+        gathered = _gather(plan_leaves[members[0]].zero_axes, tuple(dims[i] or 0 for i in members), dtype, shards)
         for i, w in zip(members, cast(tuple[Array, ...], gathered), strict=True):
             leaves[i] = w
     return jax.tree.unflatten(tree, [w.astype(dtype) for w in leaves])
 
 
-def _bundles(layout: Layout, leaves: Sequence[Array], dims: Sequence[int | None]) -> list[list[int]]:
-    """Which leaves are gathered together: small ones that vary over the same axes, for all that is packed varies alike."""
-    ways = layout.size(layout.zero_axes)
+def _bundles(layout: Layout, plans: Sequence[LeafPlan], leaves: Sequence[Array], dims: Sequence[int | None]) -> list[list[int]]:
+    """Which leaves are gathered together: small ones over the same axes that vary alike, for all that is packed varies alike."""
     alone: list[list[int]] = []
-    small: dict[frozenset[str], list[int]] = {}
+    small: dict[tuple[Axes, frozenset[str]], list[int]] = {}
     for i in (i for i, dim in enumerate(dims) if dim is not None):
-        if leaves[i].size * leaves[i].dtype.itemsize * ways <= BUNDLE_BYTES:
-            small.setdefault(varying(leaves[i]), []).append(i)
+        axes = plans[i].zero_axes
+        if leaves[i].size * leaves[i].dtype.itemsize * layout.size(axes) <= BUNDLE_BYTES:
+            small.setdefault((axes, varying(leaves[i])), []).append(i)
         else:
             alone.append([i])
     return alone + list(small.values())
@@ -111,8 +111,11 @@ def _part(whole: Array, dim: int, ways: int) -> Array:
     return jnp.moveaxis(cut, dim, 0)
 
 
-def scatter_gradient(layout: Layout, plan: LeafPlan, g: Array) -> Array:
-    """A device's partial gradient -> its shard, summed over the ZeRO axes (stages 1 and 2)."""
-    if plan.zero_dim is None or not layout.zero_axes:
+def scatter_gradient(plan: LeafPlan, g: Array, *, stacked: bool = False) -> Array:
+    """A device's partial gradient -> its shard, summed over the ZeRO axes (stages 1 and 2).
+
+    stacked: the plan has a leading `layers` dim that the gradient has not.
+    """
+    if plan.zero_dim is None:
         return g
-    return lax.psum_scatter(vary(g, layout.zero_axes), layout.zero_axes, scatter_dimension=plan.zero_dim, tiled=True)
+    return lax.psum_scatter(vary(g, plan.zero_axes), plan.zero_axes, scatter_dimension=plan.zero_dim - stacked, tiled=True)

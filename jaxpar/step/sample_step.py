@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.core.typing import Array, Params
 from jaxpar.mesh.specs import batch_spec
 from jaxpar.ops import random
+from jaxpar.parallel.executor import logits
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.step.placement import Placement
 
@@ -25,7 +26,7 @@ def make_next_logits(forward: Forward, placement: Placement) -> Callable[[Params
     layout = placement.layout
 
     def spmd(params: Params, batch: Batch, position: Array) -> Array:
-        logits_bSV = forward.logits(params, batch)
+        logits_bSV = logits(forward, params, batch)
         here_S = forward.context(batch, None).seq_index_S == position
         picked_bV = jnp.sum(jnp.where(here_S[None, :, None], logits_bSV, jnp.zeros((), logits_bSV.dtype)), axis=1)
         return lax.psum(picked_bV, layout.context_axes) if layout.context_axes else picked_bV

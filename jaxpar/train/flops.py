@@ -22,4 +22,7 @@ def matmul_parameters(parts: Parts) -> int:
     """Parameters outside `embed` that map one space to another; a bias over (heads, head_dim) is a vector."""
     plans = named_leaves(parts.placement.plans, is_leaf=is_plan)
     maps = [plan for path, plan in plans.items() if not path.startswith("embed.") and not is_vector(plan.names)]
-    return sum(math.prod(plan.shape) for plan in maps)
+    stages = parts.layout.stages
+    # A pipeline may store rows that belong to no layer.
+    used = 1.0 if stages is None else len(stages.row_of_layer) / stages.num_rows
+    return sum(round(math.prod(plan.shape) * (used if plan.names[0] == "layers" else 1)) for plan in maps)

@@ -207,7 +207,8 @@ class Loop:
         if self.done == self.saved:
             return
         samples = self.start.samples_seen + (self.done - self.start.step) * self.parts.config.data.global_batch_size
-        self.parts.checkpoints.save(self.done, self.state, meta_of(self.parts, self.done, samples), blocking=blocking)
+        state = self.parts.natural.from_run(self.state)
+        self.parts.checkpoints.save(self.done, state, meta_of(self.parts, self.done, samples), blocking=blocking)
         self.saved = self.done
 
     def save_last_good(self) -> None:

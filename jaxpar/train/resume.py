@@ -56,11 +56,12 @@ def restored(parts: Parts, store: CheckpointStore, *, own: bool = True) -> Start
     refuse_changes(parts, meta, str(store.folder))
     config = parts.config.model_dump(mode="json")
     fingerprint = parts.train_data.fingerprint()
-    told = [line for line in config_changes(meta["config"], config) if line.startswith(("mesh", "zero_stage", "num_microbatches"))]
+    layout = ("mesh", "zero_stage", "num_microbatches", "pipeline")
+    told = [line for line in config_changes(meta["config"], config) if line.startswith(layout)]
     words = "\n  ".join([f"step {meta['step']}, from {store.folder}", *told])
 
     def make() -> TrainState:
-        return store.restore(meta["step"], parts.placement.state, config=config, fingerprint=fingerprint)[0]
+        return parts.natural.to_run(store.restore(meta["step"], parts.natural.state, config=config, fingerprint=fingerprint)[0])
 
     return Start(make, meta["step"], meta["samples_seen"], words, own)
 

@@ -56,7 +56,7 @@ def test_the_base_is_legal():
         ({"data": -1, "tensor": -1}, None, "mesh.data and mesh.tensor are -1; only one axis"),
         ({"data": 0}, None, "mesh.data: 0 is not a size; 1 or more, or -1"),
         ({"tensor": -2}, 8, "mesh.tensor: -2 is not a size"),
-        ({"pipe": 2}, None, "mesh.pipe: 2, but the pipe axis comes with a later version; the only value that works is 1"),
+        ({"expert": 2}, None, "mesh.expert: 2, but the expert axis comes with a later version; the only value that works is 1"),
         ({"expert": 4}, None, "mesh.expert: 4, but the expert axis comes with a later version; the only value that works is 1"),
     ],
 )

@@ -228,12 +228,12 @@ def test_everything_is_reported_together(write):
         "seed=017",
         "optimizer.name=adam",
         "train.lr=1",
-        "mesh.pipe=2",
+        "mesh.expert=2",
         "rules.heads=tenso",
         "model.num_kv_heads=3",
         "data.seq_len=x",
     )
-    for key in ("seed", "optimizer.name", "train.lr", "mesh.pipe", "rules.heads", "model.num_kv_heads", "data.seq_len"):
+    for key in ("seed", "optimizer.name", "train.lr", "mesh.expert", "rules.heads", "model.num_kv_heads", "data.seq_len"):
         assert sum(problem.startswith(key) for problem in found) == 1, (key, found)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.build import Parts, build
+from jaxpar.config.layout import Layout
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model
@@ -95,11 +96,38 @@ def gradients(
     with jax.enable_x64(run.compute_dtype == "float64"):
         parts = parts_of(run, model)
         values = initial(run) if model is None else jax.jit(lambda: init_params(model, run.seed, run.param_dtype))()
-        params = jax.device_put(values, parts.placement.state_shardings.params)
+        params = jax.device_put(stored(parts.layout, values), parts.placement.state_shardings.params)
         batch = parts.feed.place(rows, run.num_microbatches)
         step_fn = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))
         means, grads = step_fn(params, batch, jnp.asarray(step, jnp.int32))
-        return {n: float(v) for n, v in means.items()}, {n: np.asarray(v) for n, v in named_leaves(grads).items()}
+        return {n: float(v) for n, v in means.items()}, natural(parts.layout, grads)
+
+
+def stored(layout: Layout, params: Any) -> Any:
+    """Parameters in natural order -> as the stages of a pipeline store them, ones where a row belongs to no layer."""
+    if layout.stages is None:
+        return params
+    rows = np.asarray(layout.stages.layer_of_row)
+
+    def one(leaf: np.ndarray) -> np.ndarray:
+        out = np.asarray(leaf)[np.maximum(rows, 0)]
+        out[rows < 0] = 1
+        return out
+
+    return params | {"blocks": jax.tree.map(one, params["blocks"])}
+
+
+def natural(layout: Layout, grads: Any) -> dict[str, np.ndarray]:
+    """Gradients by leaf, layers in natural order; rows that belong to no layer must have none."""
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(grads).items()}
+    if layout.stages is None:
+        return leaves
+    rows = np.asarray(layout.stages.layer_of_row)
+    for name in leaves:
+        if name.startswith("blocks."):
+            assert not leaves[name][rows < 0].any(), f"{name}: a row of no layer has a gradient"
+            leaves[name] = leaves[name][np.asarray(layout.stages.row_of_layer)]
+    return leaves
 
 
 @cache
@@ -117,7 +145,7 @@ def initial(run: RunConfig) -> Any:
 
 
 ONE_DEVICE = {
-    "mesh": {"replica": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1},
+    "mesh": {"pipe": 1, "replica": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1},
     "num_microbatches": 1,
     "zero_stage": 0,
     "remat": {"policy": "none"},

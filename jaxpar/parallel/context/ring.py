@@ -38,10 +38,20 @@ class Ring:
     spec: AttentionSpec
     axis: str
     ways: int
+    staged: bool  # stages of a pipeline run it at different times
 
     def send(self, x: Array) -> Array:
         """To the next rank."""
-        return lax.ppermute(x, self.axis, [(r, (r + 1) % self.ways) for r in range(self.ways)])
+
+        def permuted(x: Array) -> Array:
+            return lax.ppermute(x, self.axis, [(r, (r + 1) % self.ways) for r in range(self.ways)])
+
+        def gathered(x: Array) -> Array:
+            return lax.dynamic_index_in_dim(lax.all_gather(x, self.axis), (lax.axis_index(self.axis) - 1) % self.ways, keepdims=False)
+
+        # XLA:CPU matches permutes by the order in which all devices of the program come to one, whatever their pairs: those of one
+        # stage would meet another's. Gathers have groups.
+        return lax.platform_dependent(x, cpu=gathered, default=permuted) if self.staged else permuted(x)
 
 
 class Tokens(NamedTuple):
@@ -71,6 +81,7 @@ def attend(
     spec: AttentionSpec,
     axis: str,
     ways: int,
+    staged: bool = False,
     index_S: Int[Array, " S"],
     segments_bS: Int[Array, "b S"] | None = None,
     dropout_words: DropoutWords | None = None,
@@ -78,7 +89,7 @@ def attend(
     """Attention over the whole sequence; tokens in the zig-zag order of `mesh.sequence`, index_S their natural positions."""
     tokens = Tokens(index_S, segments_bS, dropout_words if spec.dropout else None)
     leaves, treedef = jax.tree.flatten(vary((q_bSHK, k_bSGK, v_bSGK, tokens), (axis,)))
-    return _attend(Ring(kernel, spec, axis, ways), *jax.tree.unflatten(treedef, vary_alike(*leaves)))
+    return _attend(Ring(kernel, spec, axis, ways, staged), *jax.tree.unflatten(treedef, vary_alike(*leaves)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,5 +1,6 @@
 """The ways to split attention over `context`, by the name that `context.method` uses."""
 
+from functools import partial
 from typing import Protocol
 
 from jaxtyping import Array, Float, Int
@@ -30,8 +31,10 @@ class Attend(Protocol):
 METHODS: dict[str, Attend] = {"ring": ring.attend, "all_gather": all_gather.attend, "ulysses": ulysses.attend}
 
 
-def select(method: str, ways: int) -> Attend:
-    """The method by name; with `context` of one device, attention of whole rows."""
+def select(method: str, ways: int, *, staged: bool = False) -> Attend:
+    """The method by name; with `context` of one device, attention of whole rows. staged: on the stages of a pipeline."""
     if method not in METHODS:
         raise ValueError(f"context.method: unknown {method!r}: one of {', '.join(METHODS)}")
-    return METHODS[method] if ways > 1 else local.attend
+    if ways == 1:
+        return local.attend
+    return partial(ring.attend, staged=True) if method == "ring" and staged else METHODS[method]

@@ -1,0 +1,237 @@
+"""The stages of a pipeline: which layers each holds, and what a schedule asks of microbatches, chunks and remat.
+
+What `pipeline:` says by itself must hold on any mesh. What it asks of other sections counts where mesh.pipe > 1, so that a config
+made for a pipeline stays legal on one stage.
+"""
+
+import math
+from collections.abc import Iterator
+
+from jaxpar.config.axes import AXES, BATCH_AXES
+from jaxpar.config.problem import Problem, divisors
+from jaxpar.config.run import RunConfig
+from jaxpar.config.sizes import forward_flops_per_token
+from jaxpar.config.stages import Stages, balanced_layers
+from jaxpar.schedule.actions import Schedule, Shape
+from jaxpar.schedule.errors import SHOWN, ScheduleError
+from jaxpar.schedule.from_csv import read_csv
+from jaxpar.schedule.library import FAMILIES, build_schedule, schedule_problems
+
+MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)
+SECTION_KEYS = ("pipeline.schedule", "pipeline.chunks_per_stage")
+KEYS = (*SECTION_KEYS, "num_microbatches", *MESH_KEYS)
+DEPTH_KEYS = ("model.num_layers", "pipeline.layers_per_stage", *KEYS)
+
+
+def schedule_of(config: RunConfig, pipe: int) -> Schedule:
+    """The schedule of a config without problems."""
+    return build_schedule(config.pipeline.schedule, pipe, config.num_microbatches, config.pipeline.chunks_per_stage)
+
+
+def stages_of(config: RunConfig, pipe: int) -> Stages | None:
+    """Which layers each stage holds, of a config without problems; None without a pipeline."""
+    if pipe == 1:
+        return None
+    shape = schedule_of(config, pipe).shape
+    return Stages(shape, layers_per_stage(config, shape))
+
+
+def layers_per_stage(config: RunConfig, shape: Shape) -> tuple[int, ...]:
+    """Layers of each virtual stage: as the config says; if it says nothing, equal where they divide, else balanced with the head."""
+    asked, num_layers = config.pipeline.layers_per_stage, config.model.num_layers
+    if isinstance(asked, tuple):
+        return asked
+    even = asked is None and num_layers % shape.num_virtual == 0
+    return balanced_layers(num_layers, shape.num_virtual, 0.0 if even else head_cost_in_layers(config))
+
+
+def head_cost_in_layers(config: RunConfig) -> float:
+    """FLOPs of the output head / FLOPs of one layer."""
+    model = config.model
+    head = 2 * model.embed_dim * model.vocab_size
+    return head / ((forward_flops_per_token(model, config.data.seq_len) - head) / model.num_layers)
+
+
+def pipeline_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
+    """What does not fit on `pipe` stages."""
+    named = list(_section_problems(config))
+    yield from named
+    if pipe == 1:
+        yield from _layer_list_problems(config, None)
+        return
+    schedule = None
+    if not named:
+        yield from _size_problems(config, pipe)
+        schedule = _schedule_once_mended(config, pipe)
+    shape = schedule and schedule.shape
+    too_few = list(_depth_problems(config, pipe, shape))
+    misfit = [] if too_few else list(_layer_list_problems(config, shape))
+    yield from too_few + misfit
+    if schedule is not None and not too_few and schedule.splits_backward and config.remat.policy == "full":
+        layers = balanced_layers(config.model.num_layers, schedule.shape.num_virtual, 0.0)
+        yield _remat_problem(config, schedule, max(layers if misfit else layers_per_stage(config, schedule.shape)))
+
+
+def _section_problems(config: RunConfig) -> Iterator[Problem]:
+    """Names that are none, and chunks that a schedule cannot have."""
+    name, chunks = config.pipeline.schedule, config.pipeline.chunks_per_stage
+    if name.endswith(".csv"):
+        return
+    fixed = FAMILIES[name].num_chunks if name in FAMILIES else None
+    if fixed is not None and chunks not in (None, fixed):
+        text = f"pipeline.chunks_per_stage: {chunks}, but pipeline.schedule={name} always has {fixed}"
+        yield Problem(SECTION_KEYS, f"{text}; pipeline.chunks_per_stage=null would work, or pipeline.schedule=interleaved")
+        return
+    # On one stage with two microbatches every schedule can run: what is left lies in the section.
+    for problem in schedule_problems(name, 1, 2, chunks):
+        yield Problem(SECTION_KEYS, f"pipeline.schedule: {problem}")
+
+
+def _size_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
+    """Stages and microbatches that a schedule cannot have."""
+    name, need = config.pipeline.schedule, 2 * pipe
+    if name.endswith(".csv"):
+        yield from _csv_problems(config, pipe)
+    elif name == "dualpipe_v" and config.num_microbatches < need:
+        text = f"num_microbatches: {config.num_microbatches}, but pipeline.schedule={name} needs 2 x mesh.pipe={pipe} = {need} or more"
+        yield Problem(KEYS, f"{text}; {_more_microbatches(config, need)} would work, or pipeline.schedule=zb_v")
+
+
+def _more_microbatches(config: RunConfig, need: int) -> str:
+    """The next number that divides the batch; a larger batch where there is none."""
+    shards = math.prod(max(config.mesh.sizes[axis], 1) for axis in BATCH_AXES)
+    fitting = [n for n in divisors(config.data.global_batch_size // shards) if n >= need]
+    return f"num_microbatches={fitting[0]}" if fitting else f"num_microbatches={need} data.global_batch_size={need * shards}"
+
+
+def _csv_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
+    """A file that is no schedule, or one of other sizes."""
+    path = config.pipeline.schedule
+    try:
+        shape = read_csv(path).shape
+    except ScheduleError as error:
+        for problem in error.problems[:SHOWN]:
+            yield Problem(("pipeline.schedule",), f"pipeline.schedule: {path}: {problem}{_way_out(config, pipe, problem)}")
+        if (more := len(error.problems) - SHOWN) > 0:
+            yield Problem(("pipeline.schedule",), f"pipeline.schedule: {path}: and {more} more")
+        return
+    sizes = {
+        "mesh.pipe": (pipe, shape.num_stages, "stages"),
+        "num_microbatches": (config.num_microbatches, shape.num_microbatches, "microbatches"),
+        "pipeline.chunks_per_stage": (config.pipeline.chunks_per_stage, shape.num_chunks, "chunks a stage"),
+    }
+    for key, (value, holds, what) in sizes.items():
+        if value not in (None, holds):
+            yield Problem(KEYS, f"{key}: {value}, but {path} is a schedule of {holds} {what}; {key}={holds} would work")
+
+
+def _way_out(config: RunConfig, pipe: int, problem: str) -> str:
+    """How to make a file that cannot be found."""
+    if not problem.startswith("cannot be read: No such file"):
+        return ""
+    sizes = f"--stages {pipe} --microbatches {config.num_microbatches}"
+    return f"; `jaxpar schedule 1f1b {sizes} --csv {config.pipeline.schedule}` writes one to start from"
+
+
+def _schedule_once_mended(config: RunConfig, pipe: int) -> Schedule | None:
+    """The schedule that there will be when its sizes are right; None where that cannot be told."""
+    name, chunks = config.pipeline.schedule, config.pipeline.chunks_per_stage
+    enough = max(config.num_microbatches, 2 * pipe) if name == "dualpipe_v" else config.num_microbatches
+    try:
+        return build_schedule(name, pipe, enough, chunks)
+    except ScheduleError:
+        return None
+
+
+def _depth_problems(config: RunConfig, pipe: int, shape: Shape | None) -> Iterator[Problem]:
+    """Fewer layers than stages. shape None: chunks are not known, and count as one."""
+    num_layers, chunks = config.model.num_layers, 1 if shape is None else shape.num_chunks
+    virtual = pipe * chunks
+    if virtual > num_layers:
+        unset = " pipeline.layers_per_stage=null" if isinstance(config.pipeline.layers_per_stage, tuple) else ""
+        text = f"model.num_layers: {num_layers}, fewer than the {virtual} stages of {_stages_in_words(pipe, chunks)}"
+        works = f"model.num_layers={virtual}{unset} would work, or {_fewer_stages(config, pipe, chunks)}{unset}"
+        yield Problem(DEPTH_KEYS, f"{text}; {works}")
+
+
+def _fewer_stages(config: RunConfig, pipe: int, chunks: int) -> str:
+    """Overrides that leave each stage a layer: fewer chunks where that is enough, else fewer stages."""
+    name, num_layers = config.pipeline.schedule, config.model.num_layers
+    if name.endswith(".csv"):  # of one size only
+        return " ".join([*([f"mesh.pipe={num_layers}"] if num_layers < pipe else []), *_with_1f1b(config)])
+    if num_layers < pipe:
+        return f"mesh.pipe={max(1, num_layers // chunks)}"
+    if name in FAMILIES and FAMILIES[name].num_chunks is not None:
+        return " ".join(_with_1f1b(config))
+    return f"{'' if name in FAMILIES else 'pipeline.schedule=interleaved '}pipeline.chunks_per_stage={num_layers // pipe}"
+
+
+def _with_1f1b(config: RunConfig) -> list[str]:
+    """Overrides from another schedule to 1F1B, which fits any number of stages and microbatches."""
+    chunked = config.pipeline.chunks_per_stage not in (None, 1)
+    return ["pipeline.schedule=1f1b", *(["pipeline.chunks_per_stage=null"] if chunked else [])]
+
+
+def _layer_list_problems(config: RunConfig, shape: Shape | None) -> Iterator[Problem]:
+    """`pipeline.layers_per_stage` as a list. shape None: not known, or no pipeline, where nothing holds the layers to the list."""
+    asked, num_layers = config.pipeline.layers_per_stage, config.model.num_layers
+    if not isinstance(asked, tuple):
+        return
+    text, works = f"pipeline.layers_per_stage: {list(asked)}", "pipeline.layers_per_stage=null"
+    if shape is not None:
+        works = str(list(balanced_layers(num_layers, shape.num_virtual, 0.0)))
+    if empty := [virtual for virtual, count in enumerate(asked) if count < 1]:
+        rule = f"gives {asked[empty[0]]} layers to stage {', '.join(map(str, empty))}, and each needs 1 or more"
+        yield Problem(DEPTH_KEYS, f"{text} {rule}; {works} would work")
+    elif shape is not None and len(asked) != shape.num_virtual:
+        stages = _stages_in_words(shape.num_stages, shape.num_chunks)
+        yield Problem(DEPTH_KEYS, f"{text} has {len(asked)} numbers, but {stages} makes {shape.num_virtual} stages; {works} would work")
+    elif shape is not None and sum(asked) != num_layers:
+        yield Problem(DEPTH_KEYS, f"{text} is {sum(asked)} layers, but model.num_layers={num_layers}; {works} would work")
+
+
+def _stages_in_words(pipe: int, chunks: int) -> str:
+    return f"mesh.pipe={pipe}" + (f" x {chunks} chunks a stage" if chunks > 1 else "")
+
+
+def _remat_problem(config: RunConfig, schedule: Schedule, layers: int) -> Problem:
+    """A backward pass in two parts keeps what full remat would free. layers: of the largest chunk."""
+    one = operand_bytes(config)
+    text = f"remat.policy: full, but pipeline.schedule={config.pipeline.schedule} keeps the operands of every weight gradient from I to W"
+    peak = most_deferred(schedule) * layers * one
+    cost = f"{_mib(one)} a layer and microbatch, {_mib(peak)} at the peak on a device, whatever remat frees"
+    changes = _with_1f1b(config)
+    if schedule.shape.num_chunks > 1 and isinstance(config.pipeline.layers_per_stage, tuple):
+        changes.append("pipeline.layers_per_stage=null")
+    works = f"remat.policy=none or selective would work, or {' '.join(changes)}"
+    return Problem(("remat.policy", *DEPTH_KEYS), f"{text}: {cost}; {works}")
+
+
+def most_deferred(schedule: Schedule) -> int:
+    """The most (microbatch, chunk) pairs between their I and their W on one stage."""
+    most = 0
+    for order in schedule.orders:
+        waiting = 0
+        for action in order:
+            waiting += {"I": 1, "W": -1}.get(action.kind, 0)
+            most = max(most, waiting)
+    return most
+
+
+def operand_bytes(config: RunConfig) -> float:
+    """Inputs and output gradients of a layer's matrices for one microbatch on one device, in the dtype of the computation.
+
+    Those of width embed_dim are whole on every device of `tensor`. An axis of unknown size (-1) counts as 1.
+    """
+    model, width = config.model, {"float64": 8, "float32": 4, "bfloat16": 2}[config.compute_dtype]
+    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes.items()}
+    tensor = sizes["tensor"]
+    split = 2 * model.num_heads * model.head_size + (3 if model.activation == "swiglu" else 2) * model.mlp_dim
+    kv_heads = model.kv_heads if model.kv_heads % tensor else model.kv_heads / tensor
+    numbers = 4 * model.embed_dim + split / tensor + 2 * kv_heads * model.head_size
+    tokens = config.data.global_batch_size * config.data.seq_len / config.num_microbatches
+    return width * numbers * tokens / (sizes["replica"] * sizes["data"] * sizes["expert"] * sizes["context"])
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.3g} MiB"

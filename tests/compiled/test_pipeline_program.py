@@ -1,0 +1,190 @@
+"""The program of a pipeline: no work in bubbles, no recomputation, messages and memory of the schedule and no more."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar.build import Parts
+from jaxpar.schedule.ticks import KINDS
+from tests.compiled.test_collectives import trace
+from tests.equivalence.harness import FLOAT32, config, parts_of
+from tests.programs import Collective, collectives, dot_flops, equations, flops_of, hlo_kinds, hlo_size, nbytes
+
+STAGES, ROWS, SEQ, EMBED = 4, 2, 32, 64
+BOUNDARY_BYTES = ROWS * SEQ * EMBED * 4
+
+
+def parts(schedule: str, microbatches: int, *changes: dict[str, Any]) -> Parts:
+    base = {
+        "mesh": {"pipe": STAGES},
+        "num_microbatches": microbatches,
+        "data": {"global_batch_size": ROWS * microbatches, "isolate_documents": False},
+        "model": {"num_layers": 8},
+        "pipeline": {"schedule": schedule},
+    }
+    return parts_of(config(FLOAT32, base, *changes))
+
+
+def loop_of(p: Parts) -> Any:
+    """The body of the scan over ticks."""
+    assert p.forward.ticks is not None
+    scans = [eqn for eqn, _ in equations(trace(p).jaxpr.jaxpr) if eqn.primitive.name == "scan"]
+    (found,) = [eqn for eqn in scans if any(e.primitive.name == "while" for e in eqn.params["jaxpr"].jaxpr.eqns)]
+    assert found.params["length"] == p.forward.ticks.num_ticks
+    return found
+
+
+def action_flops(p: Parts) -> dict[str, tuple[int, int]]:
+    """(FLOPs, FLOPs that only a first or last virtual stage runs) of an action of each kind, from the bodies of the loop."""
+    table = p.forward.ticks
+    assert table is not None
+    body = loop_of(p).params["jaxpr"].jaxpr
+    whiles = [eqn.params["body_jaxpr"].jaxpr for eqn in body.eqns if eqn.primitive.name == "while"][: len(table.kinds)]
+    found = {}
+    for kind, inside in zip(table.kinds, whiles, strict=True):
+        total = dot_flops(inside)
+        ends = sum(dot_flops(eqn.params["body_jaxpr"].jaxpr) for eqn in inside.eqns if eqn.primitive.name == "while")
+        found[kind] = (total - ends, ends)
+    return found
+
+
+def counts(p: Parts) -> Counter[str]:
+    """How often each kind runs on a stage."""
+    table = p.forward.ticks
+    assert table is not None
+    runs = {stage: Counter(KINDS[k] for k in table.kind[:, stage] if k >= 0) for stage in range(STAGES)}
+    assert all(run == runs[0] for run in runs.values())
+    return runs[0]
+
+
+SPLITTING = {"zb_h1", "zb_h2", "zb_v"}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"])
+def test_executed_flops_are_those_of_one_device(schedule: str) -> None:
+    """Bubbles run nothing, nothing is recomputed, and a split backward pass does each product once."""
+    m = 8
+    p = parts(schedule, m)
+    flops, runs = action_flops(p), counts(p)
+    layers = STAGES * sum(runs[kind] * flops[kind][0] for kind in runs)
+    ends = m * sum(flops[kind][1] for kind in (("I", "W") if schedule in SPLITTING else ("B",)))
+    one_device = parts(schedule, m, {"mesh": {"pipe": 1}})
+    assert layers + ends == dot_flops(trace(one_device).jaxpr.jaxpr)
+
+
+def test_weight_gradients_are_all_left_for_w() -> None:
+    """W has one product for each matrix, of the FLOPs of its forward product, the head's too; I has the rest of B."""
+    whole, parted = action_flops(parts("1f1b", 8)), action_flops(parts("zb_h1", 8))
+    tokens, layers = ROWS * SEQ, 2
+    matrices = 4 * EMBED * EMBED + 3 * EMBED * 128
+    assert parted["W"] == (2 * tokens * layers * matrices, 2 * tokens * EMBED * 96)
+    assert parted["I"] == tuple(b - w for b, w in zip(whole["B"], parted["W"], strict=True))
+    assert parted["F"] == whole["F"]
+
+
+def test_inputs_stash_computes_the_stage_once_more() -> None:
+    kept, again = (action_flops(parts("1f1b", 8, {"pipeline": {"stash": stash}})) for stash in ("residuals", "inputs"))
+    assert again["F"] == kept["F"]
+    assert again["B"][0] == kept["B"][0] + kept["F"][0]
+
+
+@cache
+def temporaries(schedule: str, microbatches: int) -> int:
+    memory = trace(parts(schedule, microbatches)).lower().compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
+    tokens = 3 * (64 - 8) * ROWS * SEQ * 4  # the batch itself
+    assert temporaries("1f1b", 64) <= temporaries("1f1b", 8) + tokens
+    assert temporaries("gpipe", 64) > 4 * temporaries("gpipe", 8)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("gpipe", 64), ("interleaved", 8), ("zb_v", 8)])
+def test_temporaries_are_the_slots_of_the_schedule(schedule: str, microbatches: int) -> None:
+    """Against 1F1B: the difference is that of slots x bytes, but for working memory, which does not depend on either."""
+    slots_bytes = {}
+    for name, m in ((schedule, microbatches), ("1f1b", 8)):
+        p = parts(name, m)
+        carry = carried(p)
+        table = p.forward.ticks
+        assert table is not None
+        slots_bytes[name, m] = sum(nbytes(aval) for aval in carry if aval.shape and aval.shape[0] in set(table.num_slots.values()))
+    predicted = slots_bytes[schedule, microbatches] - slots_bytes["1f1b", 8]
+    measured = temporaries(schedule, microbatches) - temporaries("1f1b", 8)
+    assert abs(measured - predicted) <= 0.05 * temporaries("1f1b", 8) + 0.01 * predicted, (measured, predicted)
+
+
+def carried(p: Parts) -> list[Any]:
+    """Types of what the loop over ticks carries."""
+    scan = loop_of(p)
+    first = scan.params["num_consts"]
+    return [var.aval for var in scan.params["jaxpr"].jaxpr.invars[first : first + scan.params["num_carry"]]]
+
+
+def test_stash_holds_one_row_a_slot_and_no_weights() -> None:
+    """1F1B keeps p = 4 slots of 2 layers; nothing in them has the shape of a weight."""
+    stash = [aval for aval in carried(parts("1f1b", 8)) if aval.shape[:2] == (STAGES, 2)]
+    assert stash
+    shapes = {aval.shape[2:] for aval in stash}
+    assert not shapes & {(EMBED, 8, 8), (8, 8, EMBED), (EMBED, 128), (128, EMBED)}
+    activations = sum(nbytes(aval) for aval in stash) / (STAGES * 2)
+    # x, two norms of it, q, k, v, rotated q and k, probabilities (8 heads x 32 keys), attention, gate, up, silu and their product.
+    assert activations < 4 * ROWS * SEQ * (16 * EMBED + 3 * 8 * SEQ + 6 * 128)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
+def test_permutes_move_the_boundary_between_neighbours_and_nothing_else_moves(schedule: str) -> None:
+    p = parts(schedule, 8)
+    table = p.forward.ticks
+    assert table is not None
+    permutes = [eqn for eqn, _ in equations(loop_of(p).params["jaxpr"].jaxpr) if eqn.primitive.name == "ppermute"]
+    assert {nbytes(eqn.invars[0].aval) for eqn in permutes} == {BOUNDARY_BYTES}
+    pairs = [tuple(eqn.params["perm"]) for eqn in permutes]
+    assert pairs == [directions for pattern in table.patterns for directions in pattern if directions]
+    sent = sum(len(directions) for tick in table.pattern for directions in table.patterns[tick])
+    assert sent == 2 * 8 * (table.shape.num_virtual - 1) - turns(p)
+    traced = trace(p)
+    arrays, moved = collectives(traced.jaxpr.jaxpr)
+    assert set(arrays) == {Collective("permute", ("pipe",)), Collective("all_reduce", ("pipe",))}
+    ends = 2 * 96 * EMBED + EMBED  # table, head, final norm: their gradients, and the loss
+    assert moved[Collective("all_reduce", ("pipe",))] == 4 * (ends + 1)
+    assert hlo_kinds(traced.lower().compile()) == {"collective-permute", "all-reduce"}
+
+
+def turns(p: Parts) -> int:
+    """Messages of a stage to itself, at the turn of a V."""
+    shape = p.forward.ticks.shape if p.forward.ticks else None
+    assert shape is not None
+    return 2 * 8 * (shape.num_chunks - 1) if shape.placement == "v" else 0
+
+
+def test_gradients_are_reduced_over_data_once_a_step() -> None:
+    """ZeRO 1: embedding and head over `pipe` too, layers over `data`; nothing in the loop."""
+    p = parts("1f1b", 8, {"mesh": {"data": 2}, "data": {"global_batch_size": 2 * ROWS * 8}, "zero_stage": 1})
+    arrays, _ = collectives(trace(p).jaxpr.jaxpr)
+    in_loop, _ = collectives(loop_of(p).params["jaxpr"].jaxpr)
+    assert {key.kind for key in in_loop} == {"permute"}
+    assert arrays[Collective("reduce_scatter", ("data",))] == 7
+    assert arrays[Collective("reduce_scatter", ("pipe", "data"))] == 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_program_does_not_grow_with_microbatches_or_layers(schedule: str) -> None:
+    few, many = parts(schedule, 8), parts(schedule, 64)
+    deep = parts(schedule, 8, {"model": {"num_layers": 48}})
+    size = [sum(1 for _ in equations(trace(p).jaxpr.jaxpr)) for p in (few, many, deep)]
+    assert size[0] == size[1] == size[2]
+    hlo = [hlo_size(trace(p).lower().compile()) for p in (few, many)]
+    assert max(hlo) <= 1.02 * min(hlo)
+
+
+def test_the_flop_counter_sees_into_loops() -> None:
+    """Guards the tests above: an action's FLOPs are not zero."""
+    flops = action_flops(parts("zb_v", 8))
+    assert all(layers > 0 for layers, _ in flops.values())
+    assert flops_of(equations(jax.make_jaxpr(lambda x: x @ x)(jax.numpy.ones((3, 3))).jaxpr)) == 54
