@@ -1,6 +1,5 @@
 """The program of a pipeline: no work in bubbles, no recomputation, messages and memory of the schedule and no more."""
 
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -8,12 +7,11 @@ import jax
 import pytest
 
 from jaxpar.build import Parts
-from jaxpar.schedule.ticks import KINDS
 from tests.compiled.test_collectives import trace
 from tests.equivalence.harness import FLOAT32, config, parts_of
 from tests.programs import Collective, collectives, dot_flops, equations, flops_of, hlo_kinds, hlo_size, nbytes
 
-STAGES, ROWS, SEQ, EMBED = 4, 2, 32, 64
+STAGES, ROWS, SEQ, EMBED = 4, 3, 32, 64
 BOUNDARY_BYTES = ROWS * SEQ * EMBED * 4
 
 
@@ -51,28 +49,21 @@ def action_flops(p: Parts) -> dict[str, tuple[int, int]]:
     return found
 
 
-def counts(p: Parts) -> Counter[str]:
-    """How often each kind runs on a stage."""
-    table = p.forward.ticks
-    assert table is not None
-    runs = {stage: Counter(KINDS[k] for k in table.kind[:, stage] if k >= 0) for stage in range(STAGES)}
-    assert all(run == runs[0] for run in runs.values())
-    return runs[0]
-
-
-SPLITTING = {"zb_h1", "zb_h2", "zb_v"}
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"])
 def test_executed_flops_are_those_of_one_device(schedule: str) -> None:
     """Bubbles run nothing, nothing is recomputed, and a split backward pass does each product once."""
     m = 8
     p = parts(schedule, m)
-    flops, runs = action_flops(p), counts(p)
-    layers = STAGES * sum(runs[kind] * flops[kind][0] for kind in runs)
-    ends = m * sum(flops[kind][1] for kind in (("I", "W") if schedule in SPLITTING else ("B",)))
+    table = p.forward.ticks
+    assert table is not None
+    flops, executed = action_flops(p), 0
+    for tick in range(table.num_ticks):
+        for stage, action in table.actions(tick):
+            layers, ends = flops[action.kind]
+            last = table.shape.virtual(stage, action.chunk) == table.shape.num_virtual - 1
+            executed += layers + (ends if last else 0)
     one_device = parts(schedule, m, {"mesh": {"pipe": 1}})
-    assert layers + ends == dot_flops(trace(one_device).jaxpr.jaxpr)
+    assert executed == dot_flops(trace(one_device).jaxpr.jaxpr)
 
 
 def test_weight_gradients_are_all_left_for_w() -> None:
@@ -104,19 +95,30 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
     assert temporaries("gpipe", 64) > 4 * temporaries("gpipe", 8)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("gpipe", 64), ("interleaved", 8), ("zb_v", 8)])
-def test_temporaries_are_the_slots_of_the_schedule(schedule: str, microbatches: int) -> None:
-    """Against 1F1B: the difference is that of slots x bytes, but for working memory, which does not depend on either."""
-    slots_bytes = {}
-    for name, m in ((schedule, microbatches), ("1f1b", 8)):
-        p = parts(name, m)
-        carry = carried(p)
-        table = p.forward.ticks
-        assert table is not None
-        slots_bytes[name, m] = sum(nbytes(aval) for aval in carry if aval.shape and aval.shape[0] in set(table.num_slots.values()))
-    predicted = slots_bytes[schedule, microbatches] - slots_bytes["1f1b", 8]
+@cache
+def stash_bytes(schedule: str, microbatches: int) -> tuple[int, int]:
+    """(bytes of the stash in the loop's carry, slots x layers that it has)."""
+    p = parts(schedule, microbatches)
+    table, stages = p.forward.ticks, p.layout.stages
+    assert table is not None
+    assert stages is not None
+    lead = (table.num_slots["stash"], stages.rows_per_chunk)
+    # A schedule that splits its backward pass may have as many slots in `deferred`: those come later in the carry.
+    arrays = [aval for aval in carried(p) if aval.shape[:2] == lead]
+    return sum(nbytes(aval) for aval in arrays), lead[0] * lead[1]
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("gpipe", 64), ("1f1b", 64), ("interleaved", 8)])
+def test_stash_is_slots_times_bytes_and_compiled_memory_follows(schedule: str, microbatches: int) -> None:
+    """A layer of a slot has the same bytes under every schedule; XLA's temporaries differ by those of the slots, to within one."""
+    base, base_layers = stash_bytes("1f1b", 8)
+    held, layers = stash_bytes(schedule, microbatches)
+    one = base // base_layers
+    assert held == layers * one
+    messages = parts(schedule, microbatches).forward.ticks.num_slots["messages"] - 2  # type: ignore[union-attr]
+    predicted = held - base + messages * BOUNDARY_BYTES
     measured = temporaries(schedule, microbatches) - temporaries("1f1b", 8)
-    assert abs(measured - predicted) <= 0.05 * temporaries("1f1b", 8) + 0.01 * predicted, (measured, predicted)
+    assert abs(measured - predicted) <= one + 0.01 * abs(predicted), (measured, predicted)
 
 
 def carried(p: Parts) -> list[Any]:
@@ -132,9 +134,6 @@ def test_stash_holds_one_row_a_slot_and_no_weights() -> None:
     assert stash
     shapes = {aval.shape[2:] for aval in stash}
     assert not shapes & {(EMBED, 8, 8), (8, 8, EMBED), (EMBED, 128), (128, EMBED)}
-    activations = sum(nbytes(aval) for aval in stash) / (STAGES * 2)
-    # x, two norms of it, q, k, v, rotated q and k, probabilities (8 heads x 32 keys), attention, gate, up, silu and their product.
-    assert activations < 4 * ROWS * SEQ * (16 * EMBED + 3 * 8 * SEQ + 6 * 128)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
