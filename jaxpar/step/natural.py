@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -66,12 +67,15 @@ class NaturalOrder:
 
     @cached_property
     def _stacked(self) -> TrainState:
-        """For each leaf of the state, whether it has a row for each stored layer."""
+        """For each leaf of the state, whether it has a row for each stored layer.
+
+        A rule that is mapped over layers (Adafactor) has what belongs to no parameter, its counter, once a layer too.
+        """
         state, rows = self.placement.state, self._stages.num_rows
         owners = owner_names(state.opt_state, self.placement.shapes)
 
-        def has_rows(name: str, leaf: Any) -> bool:
-            return name.startswith("blocks.") and leaf.ndim > 0 and leaf.shape[0] == rows
+        def has_rows(owner: str, leaf: Any) -> bool:
+            return (not owner or owner.startswith("blocks.")) and leaf.ndim > 0 and leaf.shape[0] == rows
 
         params = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key == "blocks", state.params)
         return TrainState(params, jax.tree.map(has_rows, owners, state.opt_state), False)
@@ -96,6 +100,11 @@ def _taker(rows: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], 
 
 
 def _rows_of(leaf: Array, rows: tuple[int, ...]) -> Array:
-    taken = jnp.take(leaf, jnp.asarray([max(row, 0) for row in rows]), axis=0)
+    """Rows of a leaf in another order, bit for bit; zeros where the row is negative."""
+    # A row that comes from another device is a sum with zeros, which would make +0 of -0 and of denormal numbers: never of integers.
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    bits = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}") if floating else leaf
+    taken = jnp.take(bits, jnp.asarray([max(row, 0) for row in rows]), axis=0)
     used = jnp.asarray([row >= 0 for row in rows]).reshape(-1, *[1] * (leaf.ndim - 1))
-    return taken if min(rows) >= 0 else jnp.where(used, taken, jnp.zeros((), leaf.dtype))
+    taken = taken if min(rows) >= 0 else jnp.where(used, taken, jnp.zeros((), taken.dtype))
+    return lax.bitcast_convert_type(taken, leaf.dtype) if floating else taken
