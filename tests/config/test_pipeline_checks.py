@@ -590,7 +590,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("mesh.pipe=16",), ("1 problem", "model.num_layers: 4, fewer than the 16 stages of mesh.pipe=16")),
+        (("mesh.pipe=16", "model.num_layers=4"), ("1 problem", "model.num_layers: 4, fewer than the 16 stages of mesh.pipe=16")),
         (
             ("mesh.pipe=2", "pipeline.schedule=zbv", "pipeline.layers_per_stage=[0,4]", "optimizer.warmup_steps=999"),
             ("3 problems", "did you mean zb_v?", "gives 0 layers to stage 0", "optimizer.warmup_steps: 999"),
