@@ -183,7 +183,7 @@ def _zero_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     stuck = []
     for leaf in parameter_table(model):
         try:
-            plan = plan_leaf(layout, leaf.path, leaf.names, leaf.shape)
+            plan = plan_leaf(layout, leaf.path, leaf.names, layout.stored_shape(leaf.names, leaf.shape))
         except LayoutError:
             continue  # reported by its dim
         if plan.zero_dim is None and leaf.path.endswith((".kernel", ".table")):

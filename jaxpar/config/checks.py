@@ -34,15 +34,18 @@ def find_problems(config: RunConfig, num_devices: int | None) -> Iterator[Proble
     yield from section_problems(config)
     with_rules = config.model_copy(update={"rules": {}}) if wrong_rules else config
     sizes = _known_sizes(config.mesh, num_devices)
-    yield from pipeline_problems(config, sizes["pipe"])
-    yield from split_problems(config, _layout(with_rules, sizes))
+    wrong_stages = list(pipeline_problems(config, sizes["pipe"]))
+    yield from wrong_stages
+    stages = None if wrong_stages else stages_of(config, sizes["pipe"])
+    yield from split_problems(config, replace(_layout(with_rules, sizes), stages=stages))
 
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int | None) -> dict[str, int]:
     """Every axis -> its size, -1 replaced by the devices that are left; raises ConfigError if they do not fit."""
     problems = [problem.text for problem in mesh_problems(mesh, num_devices)]
     if not problems and num_devices is None and -1 in mesh.sizes.values():
-        problems = ["mesh: an axis of -1 needs the number of devices; give its size"]
+        (axis,) = [axis for axis, size in mesh.sizes.items() if size == -1]
+        problems = [f"mesh.{axis}: -1 needs the number of devices, which is not known here; give its size"]
     if problems:
         raise ConfigError(problems, "mesh")
     return _known_sizes(mesh, num_devices)

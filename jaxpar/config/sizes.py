@@ -6,7 +6,7 @@ weighted sum, 2 products of seq_len x head_dim a head; `causal` counts the half 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpar.config.layout import Layout, plan_leaf
 from jaxpar.config.model import ModelConfig
@@ -130,20 +130,21 @@ def state_bytes_per_device(config: RunConfig, layout: Layout) -> StateBytes:
     """Exact bytes of parameters, gradient accumulators and optimizer state on one device.
 
     Each leaf: elements / (axes of its dims) and, from ZeRO stage 1 (optimizer), 2 (gradients), 3 (parameters) on, also / (data x
-    expert x context) where a free dim divides. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
+    expert x context) where a free dim divides, and / pipe what is not stacked over layers. A pipeline of uneven depth stores rows that
+    belong to no layer: they count. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
     """
     width = DTYPE_BYTES[config.param_dtype]
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
     from_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}
     replicated = []
     for leaf in parameter_table(config.model):
-        stored = layout.stored_shape(leaf.names, leaf.shape)
-        plan = plan_leaf(layout, leaf.path, leaf.names, stored)
+        leaf = replace(leaf, shape=layout.stored_shape(leaf.names, leaf.shape))
+        plan = plan_leaf(layout, leaf.path, leaf.names, leaf.shape)
         if plan.zero_dim is None and (layout.zero_axes or layout.pipe_axes):
             replicated.append(leaf)
         for kind in totals:
             spec = plan.spec(sharded=layout.zero_stage >= from_stage[kind])
-            shape = tuple(size // layout.size(axes) for size, axes in zip(stored, spec, strict=True))
+            shape = tuple(size // layout.size(axes) for size, axes in zip(leaf.shape, spec, strict=True))
             elements = optimizer_elements(config.optimizer, leaf, math.prod(shape)) if kind == "optimizer" else math.prod(shape)
             totals[kind] += width * elements
     return StateBytes(**totals, replicated=tuple(replicated))

@@ -70,7 +70,7 @@ def _size_problems(num_stages: int, num_microbatches: int, num_chunks: int | Non
 def _name_problems(name: str, num_chunks: int | None) -> Iterator[str]:
     family, named = _split(name)
     if family not in FAMILIES:
-        near = difflib.get_close_matches(family, NAMES, 1)
+        near = difflib.get_close_matches(family.lower().replace("-", "_"), NAMES, 1)
         hint = f"did you mean {near[0]}?" if near else f"schedules are {', '.join(NAMES)}, or the path of a .csv file"
         yield f"{name!r} is no schedule; {hint}"
         return

@@ -6,12 +6,14 @@ import jax
 
 from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
+from jaxpar.config.check_pipeline import schedule_of
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
 from jaxpar.core.words import size
 from jaxpar.mesh.specs import is_plan
 from jaxpar.models.init import param_names
 from jaxpar.optim.build import describe_decay
+from jaxpar.schedule.simulate import simulate
 from jaxpar.train.flops import flops_per_token
 
 Facts = list[tuple[str, str]]
@@ -35,6 +37,8 @@ def facts_of(parts: Parts) -> Facts:
         ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, microbatches: {c.num_microbatches}"),
         ("data", parts.train_data.describe()),
     ]
+    if parts.layout.stages is not None:
+        facts.insert(1, ("pipeline", pipeline_words(parts)))
     if data.has_eval:  # opened before the first step: a held-out set that is empty must not end a run that has trained
         facts.append(("held out", parts.eval_data.describe().splitlines()[0]))
     if whole := not_sharded(parts):
@@ -47,6 +51,17 @@ def mesh_words(parts: Parts) -> str:
     axes = " x ".join(f"{axis} {parts.layout.sizes[axis]}" for axis in AXES if parts.layout.sizes[axis] > 1) or "one device"
     device = parts.mesh.devices.flat[0]
     return f"{axes}, on {parts.mesh.size} x {device.device_kind}, ZeRO-{parts.config.zero_stage}"
+
+
+def pipeline_words(parts: Parts) -> str:
+    """The schedule, the layers of each virtual stage, and what the schedule costs if F, I and W take the same time."""
+    stages = parts.layout.stages
+    assert stages is not None
+    timeline = simulate(schedule_of(parts.config, stages.shape.num_stages))
+    layers = " ".join(map(str, stages.layers_per_stage))
+    bubble = f"idle {100 * timeline.bubble_of_makespan:.1f} % of the makespan if F = I = W"
+    held = f"{max(timeline.peak_in_flight):g} microbatches in flight at most"
+    return f"{timeline.schedule.name}, {parts.config.num_microbatches} microbatches through stages of {layers} layers: {bubble}, {held}"
 
 
 def device_bytes(tree: PyTree) -> int:
