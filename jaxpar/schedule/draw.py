@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.schedule.actions import Action
+from jaxpar.schedule.lower import lower
 from jaxpar.schedule.palette import KINDS, colour
 from jaxpar.schedule.simulate import Span, Timeline
+from jaxpar.schedule.ticks import simulate_ticks
 
 MOST_BANDS = 6  # screens of a long timeline; the middle of more is more of the same
 SHORTEST = 0.25  # of the longest action: shorter ones lose their label rather than stretch the grid
@@ -90,8 +92,10 @@ def summary(timeline: Timeline) -> Table:
     """The figures of one schedule."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     peaks = timeline.peak_in_flight
+    ticks = lower(timeline.schedule)
     for name, value in {
         "makespan": f"{timeline.makespan:g}",
+        "makespan as executed, in lockstep ticks": f"{simulate_ticks(ticks, timeline.costs):g} in {ticks.num_ticks} ticks",
         "bubble, idle / ideal time m(F + B)": _percent(timeline.bubble_of_ideal),
         "bubble, idle / makespan": _percent(timeline.bubble_of_makespan),
         "bubble, idle inside the longest stage's span": _percent(timeline.bubble_rate),
