@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.schedule.actions import Action, Schedule, Shape
-from jaxpar.schedule.forward import forward_schedule
+from jaxpar.schedule.evaluation import forward_schedule
 from jaxpar.schedule.library import NAMES, build_schedule
 from jaxpar.schedule.lower import lower
 from jaxpar.schedule.measure import peak_in_flight

@@ -13,11 +13,11 @@ from jaxpar.core.vma import vary
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.parallel.pipeline.control import buffer, loop, run_if, zeros
 from jaxpar.parallel.pipeline.layer import Known, trace_block
+from jaxpar.parallel.pipeline.loop import Mail, Tick, run_ticks
 from jaxpar.parallel.pipeline.program import AXIS, trace
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, make_stage
-from jaxpar.parallel.pipeline.ticks import Mail, Tick, run_ticks
 from jaxpar.parallel.terms import global_sum
-from jaxpar.schedule.forward import forward_schedule
+from jaxpar.schedule.evaluation import forward_schedule
 from jaxpar.schedule.lower import lower
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from jaxpar.core.typing import Array, Params
 from jaxpar.core.vma import vary
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.forward import Batch, Forward
-from jaxpar.parallel.pipeline.actions import Training
 from jaxpar.parallel.pipeline.control import buffer, zeros
 from jaxpar.parallel.pipeline.ends import Ends
+from jaxpar.parallel.pipeline.loop import Mail, run_ticks
 from jaxpar.parallel.pipeline.stage import make_stage
-from jaxpar.parallel.pipeline.ticks import Mail, run_ticks
+from jaxpar.parallel.pipeline.training import Training
 from jaxpar.parallel.reduce import reduce_gradients
 from jaxpar.parallel.terms import Key, global_means, total_weights
 from jaxpar.parallel.zero import scatter_gradient

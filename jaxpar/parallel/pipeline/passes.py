@@ -9,9 +9,9 @@ from jaxpar.core.typing import Array, Terms
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.pipeline.control import add, get, loop, put
 from jaxpar.parallel.pipeline.layer import Known, Layer
+from jaxpar.parallel.pipeline.loop import Tick
 from jaxpar.parallel.pipeline.split import Split
 from jaxpar.parallel.pipeline.stage import Stage
-from jaxpar.parallel.pipeline.ticks import Tick
 from jaxpar.parallel.zero import scatter_gradient
 
 Buffers = list[Array]

@@ -45,11 +45,11 @@ def trace(function: Callable[..., PyTree], *args: PyTree) -> Program:
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], *, inline: bool = False) -> list[Any]:
     """Run a jaxpr on values; inline: bodies of calls in place of the calls."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    run(jaxpr.eqns, env, inline=inline)
+    run_equations(jaxpr.eqns, env, inline=inline)
     return [read(env, atom) for atom in jaxpr.outvars]
 
 
-def run(equations: Iterable[Any], env: dict[Any, Any], *, inline: bool = False) -> None:
+def run_equations(equations: Iterable[Any], env: dict[Any, Any], *, inline: bool = False) -> None:
     """Evaluate equations, adding their results to `env`."""
     for eqn in equations:
         values = [read(env, atom) for atom in eqn.invars]

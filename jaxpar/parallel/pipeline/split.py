@@ -14,7 +14,7 @@ import jax
 from jax.extend import core as jex_core
 
 from jaxpar.core.typing import Array
-from jaxpar.parallel.pipeline.program import AXIS, Type, evaluate, read, run, varying_of
+from jaxpar.parallel.pipeline.program import AXIS, Type, evaluate, read, run_equations, varying_of
 
 LINEAR_MAPS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
@@ -39,14 +39,14 @@ class Split:
     def run_first(self, args: Sequence[Array]) -> tuple[dict[int, Array], list[Array]]:
         """(outputs by position, what to keep)."""
         env = self._env(dict(enumerate(args)))
-        run(self.first, env)
+        run_equations(self.first, env)
         early = [i for i in range(len(self.jaxpr.outvars)) if i not in self.late]
         return {i: read(env, self.jaxpr.outvars[i]) for i in early}, [env[var] for var in self.kept]
 
     def run_second(self, given: dict[int, Array], kept: Sequence[Array]) -> dict[int, Array]:
         """given: the inputs named by `given`. Returns the late outputs by position."""
         env = self._env(given) | dict(zip(self.kept, kept, strict=True))
-        run(self.second, env)
+        run_equations(self.second, env)
         return {i: read(env, self.jaxpr.outvars[i]) for i in self.late}
 
     def _env(self, inputs: dict[int, Array]) -> dict[Any, Any]:

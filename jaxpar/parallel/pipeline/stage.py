@@ -16,8 +16,8 @@ from jaxpar.core.vma import vary
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.parallel.pipeline.control import get
 from jaxpar.parallel.pipeline.layer import Known
+from jaxpar.parallel.pipeline.loop import Mail, Tick
 from jaxpar.parallel.pipeline.program import AXIS, Type
-from jaxpar.parallel.pipeline.ticks import Mail, Tick
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ class Mail(NamedTuple):
         return get(self.slots, jnp.maximum(slot, 0))
 
 
-Action = Callable[[Tick, Mail, S], tuple[Array, S]]  # -> (message to send, state)
+Perform = Callable[[Tick, Mail, S], tuple[Array, S]]  # -> (message to send, state)
 
 
-def run_ticks(table: TickTable, actions: Mapping[Kind, Action[S]], mail: Mail, state: S) -> S:
+def run_ticks(table: TickTable, actions: Mapping[Kind, Perform[S]], mail: Mail, state: S) -> S:
     """State after all ticks. One scan: the program does not grow with microbatches."""
     rows_TPC = jnp.asarray(np.stack([getattr(table, name) for name in COLUMNS], axis=-1))
 
@@ -64,7 +64,7 @@ def run_ticks(table: TickTable, actions: Mapping[Kind, Action[S]], mail: Mail, s
     return lax.scan(tick, (mail, state), (rows_TPC, jnp.asarray(table.pattern)))[0][1]
 
 
-def _act(action: Action[S], here: Tick, carry: tuple[Mail, S]) -> tuple[Mail, S]:
+def _act(action: Perform[S], here: Tick, carry: tuple[Mail, S]) -> tuple[Mail, S]:
     mail, state = carry
     out, state = action(here, mail, state)
     return Mail(mail.slots, vary(out, tuple(varying(mail.out)))), state

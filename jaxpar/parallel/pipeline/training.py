@@ -17,11 +17,11 @@ from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.pipeline.control import buffer, put, run_if, zeros
 from jaxpar.parallel.pipeline.ends import Ends, Gradients
 from jaxpar.parallel.pipeline.layer import Known, Layer, trace_layer
+from jaxpar.parallel.pipeline.loop import Mail, Perform, Tick
 from jaxpar.parallel.pipeline.passes import Held, Stash, add_terms, backward_pass, forward_pass, input_pass, stored_gradient, weight_pass
 from jaxpar.parallel.pipeline.program import AXIS, varying_of
 from jaxpar.parallel.pipeline.split import Split
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, type_of
-from jaxpar.parallel.pipeline.ticks import Action, Mail, Tick
 from jaxpar.schedule.actions import Kind
 from jaxpar.schedule.ticks import TickTable
 
@@ -49,7 +49,7 @@ class Training:
     ends: Ends
 
     @property
-    def by_kind(self) -> dict[Kind, Action[State]]:
+    def by_kind(self) -> dict[Kind, Perform[State]]:
         return {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
     def start(self, params: Params) -> State:
