@@ -106,16 +106,17 @@ class Replay:
             assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
             for source, target in pairs:
                 assert (source - target) % self.shape.num_stages in (1, self.shape.num_stages - 1)
-                arrived.append((into, target, self.read("messages", column, tick, source) or made[source]))
+                arrived.append((into, target, self.read("messages", column, tick, source) or made.get(source)))
         told = {(into, target) for into, target, _ in arrived}
         for stage in range(self.shape.num_stages):
             for into in ("from_below", "from_above"):
-                assert (self.at(into, tick, stage) != NONE) == ((into, stage) in told)
+                assert self.at(into, tick, stage) == NONE or (into, stage) in told
             if self.at("keeps", tick, stage) != NONE:
                 arrived.append(("keeps", stage, made[stage]))
         for into, stage, value in arrived:
-            assert value is not None
-            self.write("messages", into, tick, stage, value)
+            if self.at(into, tick, stage) != NONE:  # more pairs may exchange than have something to say
+                assert value is not None
+                self.write("messages", into, tick, stage, value)
 
 
 def replay(schedule: Schedule, *, keep_inputs: bool = False) -> Replay:

@@ -11,9 +11,9 @@ from jax import lax
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary
 from jaxpar.parallel.forward import Batch, Forward
-from jaxpar.parallel.pipeline.control import buffer, loop, run_if, zeros
+from jaxpar.parallel.pipeline.control import loop, run_if, zeros
 from jaxpar.parallel.pipeline.layer import Known, trace_block
-from jaxpar.parallel.pipeline.loop import Mail, Tick, run_ticks
+from jaxpar.parallel.pipeline.loop import Mail, Tick, empty_mail, run_ticks
 from jaxpar.parallel.pipeline.program import AXIS, trace
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, make_stage
 from jaxpar.parallel.terms import global_sum
@@ -70,8 +70,7 @@ def _run(forward: Forward, params: Params, batch: Batch, finish: Callable[[Stage
     _, sums, counts = block.out_types
     terms = vary({name: (zeros(sums[name]), zeros(counts[name])) for name in sums}, (AXIS,))
     state = (vary(jax.tree.map(zeros, last.out_types), (AXIS,)), terms)
-    mail = Mail(buffer(stage.boundary, table.num_slots["messages"]), zeros(stage.boundary))
-    return run_ticks(table, {"F": action}, mail, state)
+    return run_ticks(table, {"F": action}, empty_mail(table, stage.boundary), state)
 
 
 def _ends(stage: Stage) -> dict[str, Params]:

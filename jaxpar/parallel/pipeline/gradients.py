@@ -10,9 +10,8 @@ from jaxpar.core.typing import Array, Params
 from jaxpar.core.vma import vary
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.forward import Batch, Forward
-from jaxpar.parallel.pipeline.control import buffer, zeros
 from jaxpar.parallel.pipeline.ends import Ends
-from jaxpar.parallel.pipeline.loop import Mail, run_ticks
+from jaxpar.parallel.pipeline.loop import empty_mail, run_ticks
 from jaxpar.parallel.pipeline.stage import make_stage
 from jaxpar.parallel.pipeline.training import Training
 from jaxpar.parallel.reduce import reduce_gradients
@@ -31,8 +30,7 @@ def pipeline_gradients(
     weights = total_weights(forward, params, batch, key)
     stage = make_stage(forward, params, batch, key)
     training = Training(stage, table, Ends(stage, {name: c / weights[name] for name, c in forward.model.loss_terms.items()}))
-    mail = Mail(buffer(stage.boundary, table.num_slots["messages"]), zeros(stage.boundary))
-    state = run_ticks(table, training.by_kind, mail, training.start(params))
+    state = run_ticks(table, training.by_kind, empty_mail(table, stage.boundary), training.start(params))
     embed, head = jax.tree.unflatten(jax.tree.structure((params["embed"], params["head"])), state.ends)
     grads = {"embed": embed, "blocks": jax.tree.unflatten(jax.tree.structure(params["blocks"]), state.blocks), "head": head}
     if layout.zero_stage >= 2:  # stage 1 scatters all of them in `reduce_gradients`

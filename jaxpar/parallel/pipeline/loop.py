@@ -9,8 +9,8 @@ from jax import lax
 
 from jaxpar.core.typing import Array
 from jaxpar.core.vma import vary, varying
-from jaxpar.parallel.pipeline.control import get, put, run_if
-from jaxpar.parallel.pipeline.program import AXIS
+from jaxpar.parallel.pipeline.control import buffer, get, put, run_if
+from jaxpar.parallel.pipeline.program import AXIS, Type
 from jaxpar.schedule.actions import Kind
 from jaxpar.schedule.ticks import COLUMNS, KINDS, NONE, Pairs, TickTable
 
@@ -36,13 +36,18 @@ class Tick(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """slots: [n, b, S, D], messages that wait. out: [b, S, D], what the last action made."""
+    """slots: [n + 1, b, S, D], messages that wait, and a spare row for what nobody reads. out: [b, S, D], what the last action made."""
 
     slots: Array
     out: Array
 
     def read(self, slot: Array) -> Array:
         return get(self.slots, jnp.maximum(slot, 0))
+
+
+def empty_mail(table: TickTable, boundary: Type) -> Mail:
+    """Before the first tick."""
+    return Mail(buffer(boundary, table.num_slots["messages"] + 1), buffer(boundary))
 
 
 Perform = Callable[[Tick, Mail, S], tuple[Array, S]]  # -> (message to send, state)
@@ -83,7 +88,7 @@ def _exchange(table: TickTable, pattern: Array, here: Tick, mail: Mail) -> Mail:
 
     branches = [lambda *out, p=p: tuple(vary(send(pairs, o), axes) for pairs, o in zip(p, out, strict=True)) for p in table.patterns]
     from_below, from_above = lax.switch(pattern, branches, outgoing(here.sends_up), outgoing(here.sends_down))
-    slots = mail.slots
+    slots, spare = [mail.slots], table.num_slots["messages"]
     for slot, message in ((here.keeps, mail.out), (here.from_below, from_below), (here.from_above, from_above)):
-        (slots,) = run_if(slot != NONE, lambda s, slot=slot, message=message: put(s, [message], slot), [slots])
-    return Mail(slots, mail.out)
+        slots = put(slots, [message], jnp.where(slot == NONE, spare, slot))
+    return Mail(slots[0], mail.out)
