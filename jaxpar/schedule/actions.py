@@ -10,9 +10,10 @@ W  gradient of the weights, any time after the I of the same microbatch and chun
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Placement = Literal["loop", "v"]
 
 
@@ -45,17 +46,20 @@ class Shape:
 
     def virtual(self, stage: int, chunk: int) -> int:
         """Number of the virtual stage that is chunk `chunk` of `stage`."""
-        back = self.placement == "v" and chunk % 2 == 1
-        return chunk * self.num_stages + (self.num_stages - 1 - stage if back else stage)
+        return chunk * self.num_stages + (self.num_stages - 1 - stage if self.runs_back(chunk) else stage)
 
     def stage(self, virtual: int) -> int:
         """The stage that holds a virtual stage."""
         chunk, place = divmod(virtual, self.num_stages)
-        return self.num_stages - 1 - place if self.placement == "v" and chunk % 2 == 1 else place
+        return self.num_stages - 1 - place if self.runs_back(chunk) else place
 
     def chunk(self, virtual: int) -> int:
         """Which chunk of its stage a virtual stage is."""
         return virtual // self.num_stages
+
+    def runs_back(self, chunk: int) -> bool:
+        """True where the chunk's virtual stages are numbered from the last stage to the first."""
+        return self.placement == "v" and chunk % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,3 @@ class Schedule:
     def splits_backward(self) -> bool:
         """True where some backward passes are split into I and W."""
         return any(action.kind in "IW" for order in self.orders for action in order)
-
-
-def producer(shape: Shape, stage: int, action: Action) -> tuple[int, Action] | None:
-    """(stage, action kind F) whose output F needs, or whose gradient B or I needs; kind "B" stands for B or I.
-
-    None: nothing on another virtual stage. W needs the I of its own microbatch and chunk, and B or I their own F; those are
-    on the same stage and a matter of its order.
-    """
-    virtual = shape.virtual(stage, action.chunk)
-    if action.kind == "F" and virtual > 0:
-        return shape.stage(virtual - 1), Action("F", action.microbatch, shape.chunk(virtual - 1))
-    if action.kind in "BI" and virtual < shape.num_virtual - 1:
-        return shape.stage(virtual + 1), Action("B", action.microbatch, shape.chunk(virtual + 1))
-    return None

@@ -4,13 +4,12 @@ Messages may overtake each other: the executor moves each in the tick that makes
 point-to-point queues (Megatron, torch) it does not ask two neighbours to send and to use messages in one order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxpar.schedule.actions import Action, Kind, Schedule
+from jaxpar.schedule.actions import KINDS, Action, Kind, Schedule
 from jaxpar.schedule.dependencies import Place, gives, needs, run
 
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 SHOWN = 8  # microbatches listed in a message
 
 
@@ -22,6 +21,14 @@ class Fault(NamedTuple):
     text: str
 
 
+class Words(NamedTuple):
+    """How messages name a stage, a chunk of a stage, an action of a stage; a file has its own notation."""
+
+    stage: Callable[[int], str] = lambda stage: f"stage {stage}"
+    chunk: Callable[[int, int], str] = lambda _, chunk: f"chunk {chunk}"
+    action: Callable[[int, Action], str] = lambda _, action: str(action)
+
+
 def check_schedule(schedule: Schedule) -> list[str]:
     """Every violation: sizes, coverage, the order on each stage, deadlock. Lines name stage, chunk and action."""
     if problems := list(_size_problems(schedule)):
@@ -29,11 +36,12 @@ def check_schedule(schedule: Schedule) -> list[str]:
     return [f"stage {stage}: {text}" for stage, _, text in find_faults(schedule)]
 
 
-def find_faults(schedule: Schedule) -> Iterator[Fault]:
+def find_faults(schedule: Schedule, words: Words | None = None) -> Iterator[Fault]:
     """The violations of a schedule whose actions all exist."""
-    yield from _coverage_faults(schedule)
-    yield from _order_faults(schedule)
-    yield from _deadlock(schedule)
+    words = words or Words()
+    yield from _coverage_faults(schedule, words)
+    yield from _order_faults(schedule, words)
+    yield from _deadlock(schedule, words)
 
 
 def _size_problems(schedule: Schedule) -> Iterator[str]:
@@ -47,21 +55,21 @@ def _size_problems(schedule: Schedule) -> Iterator[str]:
         yield f"{len(schedule.orders)} orders for {shape.num_stages} stages: each stage needs one"
     for stage, order in enumerate(schedule.orders):
         for action in order:
-            if action.kind not in ("F", "B", "I", "W"):
-                yield f"stage {stage}: {action} is no action; kinds are F, B, I, W"
+            if action.kind not in KINDS:
+                yield f"stage {stage}: {action} is no action; kinds are {', '.join(KINDS)}"
             if not 0 <= action.microbatch < shape.num_microbatches:
                 yield f"stage {stage}: {action} is of microbatch {action.microbatch}; they run from 0 to {shape.num_microbatches - 1}"
             if not 0 <= action.chunk < shape.num_chunks:
                 yield f"stage {stage}: {action} is of chunk {action.chunk}; a stage holds chunks 0 to {shape.num_chunks - 1}"
 
 
-def _coverage_faults(schedule: Schedule) -> Iterator[Fault]:
+def _coverage_faults(schedule: Schedule, words: Words) -> Iterator[Fault]:
     """Each microbatch, on each chunk of each stage: one F, and one B or one I with one W."""
     for stage, order in enumerate(schedule.orders):
         seen: set[Action] = set()
         for position, action in enumerate(order):
             if action in seen:
-                yield Fault(stage, position, f"{action} comes again; once is right")
+                yield Fault(stage, position, f"{words.action(stage, action)} comes again; once is right")
             seen.add(action)
         for chunk in range(schedule.shape.num_chunks):
             lacking: dict[str, list[int]] = {}
@@ -69,7 +77,7 @@ def _coverage_faults(schedule: Schedule) -> Iterator[Fault]:
                 for fault in _faults({kind for kind in KINDS if Action(kind, i, chunk) in seen}):
                     lacking.setdefault(fault, []).append(i)
             for fault, microbatches in lacking.items():
-                yield Fault(stage, None, f"chunk {chunk}: {fault} for {_listed(microbatches)}")
+                yield Fault(stage, None, f"{words.chunk(stage, chunk)}: {fault} for {_listed(microbatches)}")
 
 
 def _faults(found: set[Kind]) -> Iterator[str]:
@@ -89,7 +97,7 @@ def _listed(microbatches: list[int]) -> str:
     return f"microbatch{'es' if len(microbatches) > 1 else ''} {shown}{more}"
 
 
-def _order_faults(schedule: Schedule) -> Iterator[Fault]:
+def _order_faults(schedule: Schedule, words: Words) -> Iterator[Fault]:
     """What an action needs from its own stage comes before it."""
     for stage, order in enumerate(schedule.orders):
         first: dict[Action, int] = {}
@@ -98,13 +106,14 @@ def _order_faults(schedule: Schedule) -> Iterator[Fault]:
         for position, action in enumerate(order):
             for place, needed in needs(schedule.shape, stage, action):
                 if place == stage and first.get(needed, -1) > position:
-                    yield Fault(stage, position, f"{action} comes before {order[first[needed]]}, which it needs")
+                    late = words.action(stage, order[first[needed]])
+                    yield Fault(stage, position, f"{words.action(stage, action)} comes before {late}, which it needs")
 
 
-def _deadlock(schedule: Schedule) -> Iterator[Fault]:
+def _deadlock(schedule: Schedule, words: Words) -> Iterator[Fault]:
     """The cycle that keeps stages waiting for one another; what is missing, or late on its own stage, is reported elsewhere."""
     shape, orders = schedule.shape, schedule.orders
-    exists = {(stage, gives(action)) for stage, order in enumerate(orders) for action in order}
+    exists = {(stage, gives(action)): action for stage, order in enumerate(orders) for action in order}
 
     def messages(stage: int, action: Action) -> list[Place]:
         return [place for place in needs(shape, stage, action) if place[0] != stage and place in exists]
@@ -123,6 +132,7 @@ def _deadlock(schedule: Schedule) -> Iterator[Fault]:
     path = path[path.index(after) :]
     waits = []
     for stage in path:
-        where, what = waits_for(stage)
-        waits.append(f"stage {stage} at {orders[stage][came[stage]]} waits for {what} of stage {where}")
+        place = waits_for(stage)
+        at, awaited = words.action(stage, orders[stage][came[stage]]), words.action(place[0], exists[place])
+        waits.append(f"{words.stage(stage)} at {at} waits for {awaited} of {words.stage(place[0])}")
     yield Fault(path[0], came[path[0]], f"deadlock: {'; '.join(waits)}")

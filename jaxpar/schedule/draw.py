@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpar.schedule.actions import Action
 from jaxpar.schedule.lower import lower
-from jaxpar.schedule.palette import KINDS, colour
+from jaxpar.schedule.palette import NAMES, colour
 from jaxpar.schedule.simulate import Span, Timeline
 from jaxpar.schedule.ticks import simulate_ticks
 
@@ -63,7 +63,7 @@ def legend(timeline: Timeline) -> Text:
     """What the letters and colours mean, of the kinds that occur."""
     present = {span.action.kind for spans in timeline.spans for span in spans}
     text = Text()
-    for kind, name in KINDS.items():
+    for kind, name in NAMES.items():
         if kind in present:
             text.append(f" {kind} ", style=f"black on {colour(kind)}")
             text.append(f" {name}   ")
@@ -82,7 +82,7 @@ def describe(timeline: Timeline) -> str:
 def _times(timeline: Timeline) -> str:
     costs = timeline.costs
     present = {span.action.kind for spans in timeline.spans for span in spans}
-    named: dict[str, float] = {kind: costs.of((Action(kind, 0),)) for kind in KINDS if kind in present}
+    named: dict[str, float] = {kind: costs.of((Action(kind, 0),)) for kind in NAMES if kind in present}
     if costs.FB is not None:
         named["FB"] = costs.FB
     return ", ".join(f"{name} {value:g}" for name, value in named.items()) + f"; message {costs.comm:g}"
@@ -95,7 +95,7 @@ def summary(timeline: Timeline) -> Table:
     ticks = lower(timeline.schedule)
     for name, value in {
         "makespan": f"{timeline.makespan:g}",
-        "makespan as executed, in lockstep ticks": f"{simulate_ticks(ticks, timeline.costs):g} in {ticks.num_ticks} ticks",
+        "makespan in ticks (simulated)": f"{simulate_ticks(ticks, timeline.costs):g} in {ticks.num_ticks} ticks",
         "bubble, idle / ideal time m(F + B)": _percent(timeline.bubble_of_ideal),
         "bubble, idle / makespan": _percent(timeline.bubble_of_makespan),
         "bubble, idle inside the longest stage's span": _percent(timeline.bubble_rate),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jaxpar.schedule.errors import ScheduleError
-from jaxpar.schedule.palette import KINDS, colour, shade
+from jaxpar.schedule.palette import NAMES, colour, shade
 from jaxpar.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     present = {span.action.kind for timeline in timelines for spans in timeline.spans for span in spans}
-    handles = [Patch(facecolor=colour(kind), label=f"{kind}: {name}") for kind, name in KINDS.items() if kind in present]
+    handles = [Patch(facecolor=colour(kind), label=f"{kind}: {name}") for kind, name in NAMES.items() if kind in present]
     num_chunks = max(timeline.schedule.shape.num_chunks for timeline in timelines)
     if num_chunks > 1:
         greys = [shade((110, 110, 110), chunk, num_chunks) for chunk in range(num_chunks)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from jaxpar.schedule.actions import Action, Kind, Placement, Schedule, Shape
-from jaxpar.schedule.check import find_faults
+from jaxpar.schedule.check import Words, find_faults
 from jaxpar.schedule.errors import ScheduleError
 
 CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -46,7 +46,7 @@ def read_csv(path: Path | str) -> Schedule:
     if shape and not (problems := list(_place_problems(shape, parsed.rows))):
         orders = (tuple(Action(kind, i, shape.chunk(virtual)) for virtual, kind, i, _ in row) for row in parsed.rows)
         schedule = Schedule(str(path), shape, tuple(orders))
-        for fault in find_faults(schedule):
+        for fault in find_faults(schedule, _words(shape)):
             cell = "" if fault.position is None else f", cell {parsed.rows[fault.stage][fault.position].cell}"
             problems.append(f"row {fault.stage + 1}{cell}: {fault.text}")
         if not problems:
@@ -57,12 +57,22 @@ def read_csv(path: Path | str) -> Schedule:
 def write_csv(schedule: Schedule, path: Path | str) -> None:
     """A file that `read_csv` reads back."""
     shape = schedule.shape
-    rows = [
-        [f"{shape.virtual(stage, action.chunk)}{action.kind}{action.microbatch}" for action in order]
-        for stage, order in enumerate(schedule.orders)
-    ]
+    rows = [[_cell(shape, stage, action) for action in order] for stage, order in enumerate(schedule.orders)]
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def _cell(shape: Shape, stage: int, action: Action) -> str:
+    return f"{shape.virtual(stage, action.chunk)}{action.kind}{action.microbatch}"
+
+
+def _words(shape: Shape) -> Words:
+    """The notation of the file in messages."""
+    return Words(
+        stage=lambda stage: f"row {stage + 1}",
+        chunk=lambda stage, chunk: f"virtual stage {shape.virtual(stage, chunk)}",
+        action=lambda stage, action: _cell(shape, stage, action),
+    )
 
 
 def _parse(path: Path) -> Parsed:
@@ -139,6 +149,7 @@ def _place_problems(shape: Shape, rows: list[list[Entry]]) -> Iterator[str]:
         wrong = {entry.virtual: entry for entry in reversed(row) if shape.stage(entry.virtual) != stage}
         for virtual, entry in sorted(wrong.items()):
             name, home = f"{virtual}{entry.kind}{entry.microbatch}", shape.stage(virtual)
-            where = ", ".join(str(shape.virtual(stage, chunk)) for chunk in range(shape.num_chunks))
-            rule = f"with chunks in a {shape.placement} virtual stage {virtual} is in row {home + 1}, and row {stage + 1} holds {where}"
+            own = " and ".join(str(shape.virtual(stage, chunk)) for chunk in range(shape.num_chunks))
+            way = {"loop": " (each chunk goes down the rows)", "v": " (chunks go down the rows and up again in turn)"}[shape.placement]
+            rule = f"virtual stage {virtual} belongs in row {home + 1}, and {own} in this one{way if shape.num_chunks > 1 else ''}"
             yield f"row {stage + 1}, cell {entry.cell}: {name} is in the wrong row; {rule}"

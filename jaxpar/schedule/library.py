@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxpar.schedule.actions import Schedule
-from jaxpar.schedule.dualpipe_v import dualpipe_v, dualpipe_v_problem
+from jaxpar.schedule.dualpipe_v import dualpipe_v, min_microbatches
 from jaxpar.schedule.errors import ScheduleError
 from jaxpar.schedule.from_csv import read_csv
 from jaxpar.schedule.gpipe import gpipe
@@ -16,10 +16,11 @@ from jaxpar.schedule.zb_v import zb_v
 
 
 class Family(NamedTuple):
-    """num_chunks: the only one that works; None for any, 2 if nothing is said."""
+    """num_chunks: the only one that works; None for any, 2 if nothing is said. min_microbatches: of a number of stages."""
 
     build: Callable[[int, int, int], Schedule]  # stages, microbatches, chunks
     num_chunks: int | None
+    min_microbatches: Callable[[int], int] = lambda _: 1
 
 
 FAMILIES: dict[str, Family] = {
@@ -29,7 +30,7 @@ FAMILIES: dict[str, Family] = {
     "zb_h1": Family(lambda p, m, _: zb_h1(p, m), 1),
     "zb_h2": Family(lambda p, m, _: zb_h2(p, m), 1),
     "zb_v": Family(lambda p, m, _: zb_v(p, m), 2),
-    "dualpipe_v": Family(lambda p, m, _: dualpipe_v(p, m), 2),
+    "dualpipe_v": Family(lambda p, m, _: dualpipe_v(p, m), 2, min_microbatches),
 }
 NAMES = tuple(FAMILIES)
 
@@ -50,9 +51,7 @@ def schedule_problems(name: str, num_stages: int, num_microbatches: int, num_chu
     if name.endswith(".csv"):
         return problems + list(_csv_problems(name, num_stages, num_microbatches, num_chunks))
     problems += _name_problems(name, num_chunks)
-    if not problems and name == "dualpipe_v" and num_microbatches < 2 * num_stages:
-        problems.append(dualpipe_v_problem(num_stages, num_microbatches))
-    return problems
+    return problems or list(_microbatch_problems(name, num_stages, num_microbatches))
 
 
 def _split(name: str) -> tuple[str, int | None]:
@@ -84,6 +83,28 @@ def _name_problems(name: str, num_chunks: int | None) -> Iterator[str]:
     elif fixed is not None and num_chunks is not None and num_chunks != fixed:
         works = "; interleaved takes any" if fixed == 1 else ""
         yield f"{num_chunks} chunks a stage: {name} has {fixed}; {fixed} would work{works}"
+
+
+def least_microbatches(name: str, num_stages: int) -> int:
+    """What a schedule needs, of names that are some; a file, which has one number only, counts as 1."""
+    family, _ = _split(name)
+    return FAMILIES[family].min_microbatches(num_stages) if family in FAMILIES else 1
+
+
+def alternative(name: str) -> str:
+    """Another schedule of as many chunks, for fewer microbatches than `name` needs."""
+    same = [other for other, family in FAMILIES.items() if family.num_chunks == FAMILIES[name].num_chunks]
+    return min(same, key=lambda other: least_microbatches(other, 2))
+
+
+def _microbatch_problems(name: str, num_stages: int, num_microbatches: int) -> Iterator[str]:
+    need = least_microbatches(name, num_stages)
+    if num_microbatches < need:
+        fits = [p for p in range(1, num_stages) if least_microbatches(name, p) <= num_microbatches]
+        fewer = f", or {max(fits)} stages" if fits else ""
+        rule = f"{name} needs {need} or more"
+        works = f"{need} microbatches would work{fewer}, or {alternative(name)}"
+        yield f"{num_microbatches} microbatches on {num_stages} stages: {rule}; {works}"
 
 
 def _csv_problems(path: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxpar.schedule.actions import Action, Schedule, producer
+from jaxpar.schedule.actions import Action, Schedule
+from jaxpar.schedule.dependencies import message_of
 
 
 def peak_in_flight(order: Sequence[Action], until: str = "W") -> int:
@@ -18,8 +19,20 @@ def peak_in_flight(order: Sequence[Action], until: str = "W") -> int:
     return peak
 
 
+def most_deferred(schedule: Schedule, virtual: int | None = None) -> int:
+    """The most (microbatch, chunk) pairs between their I and their W on one stage; of this virtual stage alone, if one is given."""
+    shape, most = schedule.shape, 0
+    for stage, order in enumerate(schedule.orders):
+        waiting = 0
+        for action in order:
+            if virtual in (None, shape.virtual(stage, action.chunk)):
+                waiting += (action.kind == "I") - (action.kind == "W")
+                most = max(most, waiting)
+    return most
+
+
 def count_messages(schedule: Schedule) -> int:
     """Activations and gradients that go to another stage in one step."""
     shape = schedule.shape
-    sources = ((stage, producer(shape, stage, action)) for stage, order in enumerate(schedule.orders) for action in order)
-    return sum(source is not None and source[0] != stage for stage, source in sources)
+    sent = ((stage, message_of(shape, stage, action)) for stage, order in enumerate(schedule.orders) for action in order)
+    return sum(message is not None and message.to != stage for stage, message in sent)

@@ -5,7 +5,7 @@ Chunks are shades of the colour of their kind, the first the darkest.
 
 from jaxpar.schedule.actions import Kind
 
-KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 COLOURS: dict[Kind, tuple[int, int, int]] = {"F": (86, 180, 233), "B": (213, 94, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
 PALEST = 0.62  # how much white the last of many chunks has
 

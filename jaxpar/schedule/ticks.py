@@ -19,10 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from jaxpar.schedule.actions import Action, Kind, Shape
+from jaxpar.schedule.actions import KINDS, Action, Kind, Shape
 from jaxpar.schedule.simulate import Costs
 
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 Pairs = tuple[tuple[int, int], ...]
 Pool = Literal["messages", "stash", "deferred", "head"]
 POOLS: tuple[Pool, ...] = ("messages", "stash", "deferred", "head")

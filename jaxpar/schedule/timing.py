@@ -2,20 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
-from jaxpar.schedule.actions import Action, Kind, Schedule, Shape
-from jaxpar.schedule.dependencies import Place, gives, needs, run
+from jaxpar.schedule.actions import Action, Kind, Schedule
+from jaxpar.schedule.dependencies import Message, Place, gives, message_of, needs, run
 
 UNITS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}  # time of an action that exchanges are planned for
-
-
-class Message(NamedTuple):
-    """What an action sends: to which stage and action, and whether it goes up (from stage s to s + 1) or down."""
-
-    to: int
-    reader: Action  # kind B stands for B or I
-    up: bool
 
 
 @dataclass
@@ -24,16 +15,6 @@ class Timing:
 
     ticks: list[dict[Action, int]]
     exchanges: dict[Place, int] = field(default_factory=dict)
-
-
-def message_of(shape: Shape, stage: int, action: Action) -> Message | None:
-    """What becomes of an action's output; `to` may be its own stage. None: W, I of the first virtual stage, F of the last."""
-    forward = action.kind == "F"
-    target = shape.virtual(stage, action.chunk) + (1 if forward else -1)
-    if action.kind == "W" or not 0 <= target < shape.num_virtual:
-        return None
-    back = shape.placement == "v" and action.chunk % 2 == 1
-    return Message(shape.stage(target), Action("F" if forward else "B", action.microbatch, shape.chunk(target)), forward != back)
 
 
 def fewest_ticks(schedule: Schedule) -> Timing:

@@ -5,6 +5,8 @@ first forward was: no stage waits for a gradient to cross the pipeline. In stead
 turn. Each stage holds at most 2p half-size chunks, which is p microbatches of a whole stage, and the same on every stage.
 """
 
+from typing import cast
+
 from jaxpar.schedule.actions import Action, Kind, Schedule, Shape
 
 
@@ -42,11 +44,10 @@ def _order(num_stages: int, stage: int, num_microbatches: int) -> list[Action]:
 
 def _numbered(parts: list[tuple[int, str]]) -> list[Action]:
     """Repeats of a pattern of (kind, chunk), each numbered by how often it came before."""
-    kinds: dict[str, Kind] = {"F": "F", "I": "I", "W": "W"}
     seen: dict[str, int] = {}
     order = []
     for repeats, pattern in parts:
         for word in pattern.split() * repeats:
             number = seen[word] = seen.get(word, -1) + 1
-            order.append(Action(kinds[word[0]], number, int(word[1])))
+            order.append(Action(cast(Kind, word[0]), number, int(word[1])))
     return order

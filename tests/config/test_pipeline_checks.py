@@ -231,16 +231,16 @@ def test_one_line_whose_ways_out_work(case: str) -> None:
 
 
 CSV = {
-    "an action that is missing": ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "row 2: chunk 0: no backward (B, or I and W) for microbatch 1"),
-    "a W that is missing": ("0F0,0I0,0W0,0F1,0I1\n1F0,1B0,1F1,1B1\n", "row 1: chunk 0: I without W for microbatch 1"),
+    "an action that is missing": ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "row 2: virtual stage 1: no backward (B, or I and W) for microbatch 1"),
+    "a W that is missing": ("0F0,0I0,0W0,0F1,0I1\n1F0,1B0,1F1,1B1\n", "row 1: virtual stage 0: I without W for microbatch 1"),
     "a cycle": (
         "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
-        "row 1, cell 2: deadlock: stage 0 at B0 waits for B0 of stage 1; stage 1 at F1 waits",
+        "row 1, cell 2: deadlock: row 1 at 0B0 waits for 1B0 of row 2; row 2 at 1F1 waits",
     ),
-    "a duplicate": ("0F0,0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "row 1, cell 3: F0 comes again; once is right"),
+    "a duplicate": ("0F0,0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "row 1, cell 3: 0F0 comes again; once is right"),
     "a wrong stage": (
         "0F0,0B0,0F1,0B1,1F1\n1F0,1B0,1B1\n",
-        "row 1, cell 5: 1F1 is in the wrong row; with chunks in a loop virtual stage 1 is in row 2, and row 1 holds 0",
+        "row 1, cell 5: 1F1 is in the wrong row; virtual stage 1 belongs in row 2, and 0 in this one",
     ),
     "no schedule": ("name,value\n", "row 1, cell 1: 'name' is no action; write virtual stage, kind, microbatch: 0F0"),
 }

@@ -40,16 +40,34 @@ def test_cells_of_torch(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0F0,0B0\n1F0\n", ["row 2: chunk 0: no backward (B, or I and W) for microbatch 0"]),
-        ("0F0,0B0,,0F0\n1F0,1B0\n", ["row 1, cell 4: F0 comes again; once is right"]),
-        ("0B0,0F0\n1F0,1B0\n", ["row 1, cell 1: B0 comes before F0, which it needs", "row 1, cell 1: deadlock: stage 0 at B0 waits for"]),
-        ("0F0,,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", ["row 1, cell 3: deadlock: stage 0 at B0 waits for B0 of stage 1; stage 1 at F1 waits"]),
+        ("0F0,0B0\n1F0\n", ["row 2: virtual stage 1: no backward (B, or I and W) for microbatch 0"]),
+        ("0F0,0B0,,0F0\n1F0,1B0\n", ["row 1, cell 4: 0F0 comes again; once is right"]),
+        ("0B0,0F0\n1F0,1B0\n", ["row 1, cell 1: 0B0 comes before 0F0, which it needs", "row 1, cell 1: deadlock: row 1 at 0B0 waits for"]),
+        (
+            "0F0,,0B0,0F1,0B1\n1F1,1B1,1F0,1I0,1W0\n",
+            ["row 1, cell 3: deadlock: row 1 at 0B0 waits for 1I0 of row 2; row 2 at 1F1 waits for 0F1 of row 1"],
+        ),
+        (
+            "0F0,3F0,0B0,3B0\n1F0,2F0,2B0,1B0\n",
+            ["row 1, cell 3: deadlock: row 1 at 0B0 waits for 1B0 of row 2; row 2 at 2B0 waits for 3B0"],
+        ),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2I0,1B0\n", ["row 2: virtual stage 2: I without W for microbatch 0"]),
         ("0F0,0X0\n1F0,1B0,oops\n", ["row 1, cell 2: '0X0' is no action; write virtual stage", "row 2, cell 3: 'oops' is no action"]),
         ("0F0,0B0\n\n1F0,1B0\n", ["row 2: no actions; each row is a stage"]),
         ("0F0,0B0\n1F0,1B0,2F0\n", ["row 2, cell 3: virtual stages 0 to 2 in 2 rows: each row holds as many; 0 to 3 would work"]),
         (
             "0F0,3F0,3B0,0B0,1F0\n2F0,2B0,1B0\n",
-            ["row 1, cell 5: 1F0 is in the wrong row; with chunks in a v virtual stage 1 is in row 2, and row 1 holds 0, 3"],
+            [
+                "row 1, cell 5: 1F0 is in the wrong row; virtual stage 1 belongs in row 2, and 0 and 3 in this one "
+                "(chunks go down the rows and up again in turn)"
+            ],
+        ),
+        (
+            "0F0,2F0,2B0,0B0,1F0\n1F0,3F0,3B0,1B0\n",
+            [
+                "row 1, cell 5: 1F0 is in the wrong row; virtual stage 1 belongs in row 2, and 0 and 2 in this one "
+                "(each chunk goes down the rows)"
+            ],
         ),
         ("0F0,0B0\n99999999F0,99999999B0\n", ["virtual stage 1 is nowhere, but 99999999 is; they are numbered from 0"]),
         ("0F0,0B0,0F900000000\n1F0,1B0\n", ["microbatch 1 is nowhere, but 900000000 is"]),
