@@ -84,6 +84,8 @@ class Forward:
             )
 
     def _blocks(self, params: Params, x_bSD: Array, ctx: SpmdContext) -> tuple[Array, Terms]:
+        """Through all layers; on a pipeline only traced, for the weights of the terms (`terms.total_weights`)."""
+
         def layer(x_bSD: Array, layer_params: tuple[Params, Array]) -> tuple[Array, Terms]:
             weights, index = layer_params
             return self.model.block(self.prepare("blocks", weights), x_bSD, ctx.at(index))

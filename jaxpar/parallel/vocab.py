@@ -1,4 +1,7 @@
-"""Embedding and cross entropy over a vocabulary that `tensor` may split; logits exist for one chunk of tokens at a time."""
+"""Embedding and cross entropy over a vocabulary that `tensor` may split; logits exist for one chunk of tokens at a time.
+
+But for schedules that split the backward pass: W takes the gradient of the head's weights from those of all logits of a microbatch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config.layout import Layout
+from jaxpar.config.stages import Stages
 from jaxpar.core.typing import Array
 from jaxpar.optim.specs import owner_names
 from jaxpar.step.placement import Placement
@@ -61,7 +62,7 @@ class NaturalOrder:
         return jax.tree.map(one, state, like, self._stacked)
 
     @property
-    def _stages(self) -> Any:
+    def _stages(self) -> Stages:
         assert self.placement.layout.stages is not None
         return self.placement.layout.stages
 

@@ -55,6 +55,7 @@ class Ends:
         """Types of the gradients of all leaves of (embed, head); those of tied weights come from both ends."""
         head = jax.tree.leaves(self._head_program.out_types[2:])
         embed = jax.tree.leaves(self._embed_backward.out_types)
+        # (embed, head) begin with the leaves of embed.
         both = [type_of(lambda a=a, b=b: vary(zeros(a), tuple(varying_of(b)))) for a, b in zip(head, embed, strict=False)]
         return both + head[len(embed) :]
 
@@ -62,7 +63,7 @@ class Ends:
     def head_split(self) -> Split:
         """The head's program in two parts."""
         num_inputs = len(self._head_program.closed.jaxpr.invars)
-        return split(self._head_program.closed, now=range(self._num_terms + 1), again=range(num_inputs - 1))
+        return split(self._head_program.closed, now=range(self._num_terms + 1), at_hand=range(num_inputs - 1))
 
     def _gradients(self, outs: dict[int, Array]) -> Gradients:
         return {i - self._num_terms - 1: g for i, g in outs.items() if i > self._num_terms}

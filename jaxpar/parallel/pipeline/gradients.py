@@ -2,6 +2,10 @@
 
 Weights of embedding and head are gathered once before the loop and their gradients reduced once after it, over `pipe` too, where all
 stages but the first and the last have added nothing to them; with tied weights the sum of both ends is taken before ZeRO scatters it.
+During the loop every stage holds both whole, whatever the ZeRO stage.
+
+To read on: loop (ticks and messages), training (F, B, I, W), passes (the layers of a chunk), layer (one layer and its residuals), split
+(I and W), ends (embedding and head); stage, control and program serve them.
 """
 
 import jax

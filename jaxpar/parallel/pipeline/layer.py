@@ -1,4 +1,8 @@
-"""One layer's forward and backward pass as traced programs, with what lies between them laid open."""
+"""One layer's forward and backward pass as traced programs, with what lies between them laid open.
+
+A residual is one of three: given (it is an input: a weight, something known), so at hand again in the backward pass, and never copied
+into a stash; fixed (the same on all stages, so it depends on no input that matters: positions, a causal mask), made again; or stashed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from jaxpar.parallel.pipeline.split import Split, is_var, split
 class Known:
     """What a layer needs beside its weights and its input; made again for every action, so never stashed."""
 
-    rows: Batch
+    rows: Batch  # [b, S] or [b]: this device's part of the microbatch
     shared: PyTree  # `Model.shared`
     key: tuple[Array, Array] | None
     layer: Array  # index among all layers
@@ -34,11 +38,11 @@ jax.tree_util.register_dataclass(Known, ["rows", "shared", "key", "layer"], [])
 
 @dataclass(frozen=True)
 class Fixed:
-    """The part of a layer's forward pass that makes residuals which are the same on all stages."""
+    """The part of a layer's forward pass that makes the fixed residuals, whose numbers are `numbers`, from the inputs `used`."""
 
     numbers: tuple[int, ...]
     closed: Any
-    used: tuple[int, ...]  # inputs
+    used: tuple[int, ...]
 
     @classmethod
     def of(cls, traced: Program, numbers: Sequence[int], first: int) -> "Fixed":
@@ -57,9 +61,7 @@ class Fixed:
 class Layer:
     """forward: (weights, known, x) -> (x, sums, weights of the terms, residuals). backward: (residuals, dx, dsums) -> (dweights, dx).
 
-    A residual that is an input other than x is at hand again in the backward pass: `given` has its number among the inputs, so that
-    weights are never copied into a stash. One that is the same on all stages depends on no input that matters (a position, a mask of
-    zeros): `fixed` makes it again. The others are stashed.
+    given: number of a residual -> number of the input that it is. Inputs and residuals are counted flat.
     """
 
     forward: Program
@@ -95,8 +97,8 @@ class Layer:
         stash_stays: W still has the residuals; otherwise I has to keep those that it needs.
         """
         dweights, _ = self.backward.out_types
-        again = [i for i in range(len(self.forward.out_types[3])) if stash_stays or i not in self._stashed]
-        return split(self.backward.closed, now=[len(jax.tree.leaves(dweights))], again=again)
+        at_hand = [i for i in range(len(self.forward.out_types[3])) if stash_stays or i not in self._stashed]
+        return split(self.backward.closed, now=[len(jax.tree.leaves(dweights))], at_hand=at_hand)
 
 
 def trace_block(forward: Forward, weights: Params, known: Known, x: Type) -> Program:
@@ -106,7 +108,7 @@ def trace_block(forward: Forward, weights: Params, known: Known, x: Type) -> Pro
 
 def trace_layer(forward: Forward, weights: Params, known: Known, x: Type) -> Layer:
     """One layer; arguments are types."""
-    trees: dict[str, Any] = {}
+    trees: dict[str, Any] = {}  # the pullback's tree, known once `run` has been traced
 
     def run(weights: Params, known: Known, x: Array) -> tuple[Array, dict[str, Array], dict[str, Array], list[Array]]:
         def block(weights: Params, x: Array) -> tuple[tuple[Array, dict[str, Array]], dict[str, Array]]:

@@ -1,11 +1,12 @@
 """Through the layers of a chunk, forwards and backwards: loops over its rows of weights, gradients and stash."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.core.typing import Array, Terms
+from jaxpar.core.typing import Array, Params, Terms
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.pipeline.control import add, get, loop, put
 from jaxpar.parallel.pipeline.layer import Known, Layer
@@ -15,6 +16,28 @@ from jaxpar.parallel.pipeline.stage import Stage
 from jaxpar.parallel.zero import scatter_gradient
 
 Buffers = list[Array]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One action's layers: those of chunk `here.chunk`, for microbatch `here.microbatch`."""
+
+    stage: Stage
+    layer: Layer
+    here: Tick
+    known: Known
+
+    @property
+    def num_layers(self) -> Array | int:
+        return self.stage.num_layers(self.here)
+
+    def at(self, i: Array) -> tuple[Params, Known]:
+        """(stored weights of layer i of the chunk, what is known at it)."""
+        return self.stage.weights(self.here, i), self.known.at(self.known.layer + i)
+
+    def residuals(self, stash: "Stash", i: Array) -> list[Array]:
+        """Residuals of layer i, stashed or made again."""
+        return self.layer.residuals(*self.at(i), [get(buffer, stash.slot, i) for buffer in stash.buffers])
 
 
 class Stash(NamedTuple):
@@ -31,79 +54,66 @@ class Held(NamedTuple):
     grads: Buffers
 
 
-def forward_pass(
-    stage: Stage, layer: Layer, here: Tick, known: Known, x: Array, stash: Stash | None, sums: Terms
-) -> tuple[Array, Buffers, Terms]:
+def forward_pass(chunk: Chunk, x_bSD: Array, stash: Stash | None, sums: Terms) -> tuple[Array, Buffers, Terms]:
     """(x after the chunk, stash, sums of terms); stash None: residuals are not kept."""
 
     def one(i: Array, carry: tuple[Array, Buffers, Terms]) -> tuple[Array, Buffers, Terms]:
-        x, buffers, sums = carry
-        x, terms, kept = layer.run(stage.weights(here, i), known.at(known.layer + i), x)
-        return x, put(buffers, kept, stash.slot, i) if stash else buffers, add_terms(sums, terms)
+        x_bSD, buffers, sums = carry
+        x_bSD, terms, kept = chunk.layer.run(*chunk.at(i), x_bSD)
+        return x_bSD, put(buffers, kept, stash.slot, i) if stash else buffers, add_terms(sums, terms)
 
-    return loop(stage.num_layers(here), one, (x, stash.buffers if stash else [], sums))
+    return loop(chunk.num_layers, one, (x_bSD, stash.buffers if stash else [], sums))
 
 
-def backward_pass(
-    stage: Stage, layer: Layer, here: Tick, known: Known, dx: Array, dsums: dict[str, Array], stash: Stash, grads: Buffers
-) -> tuple[Array, Buffers]:
-    """(gradient of the chunk's input, gradients of its weights added up)."""
-    count = stage.num_layers(here)
+def backward_pass(chunk: Chunk, dx_bSD: Array, dsums: dict[str, Array], stash: Stash, grads: Buffers) -> tuple[Array, Buffers]:
+    """(gradient of the chunk's input, gradients of its weights added up). dsums: those of the layers' terms."""
 
     def one(j: Array, carry: tuple[Array, Buffers]) -> tuple[Array, Buffers]:
-        dx, grads = carry
-        i = count - 1 - j
-        dweights, dx = layer.backward(residuals_of(stage, layer, here, known, stash, i), dx, dsums)
-        return dx, add_gradients(stage, grads, dict(enumerate(jax.tree.leaves(dweights))), stage.row(here, i))
+        dx_bSD, grads = carry
+        i = chunk.num_layers - 1 - j
+        dweights, dx_bSD = chunk.layer.backward(chunk.residuals(stash, i), dx_bSD, dsums)
+        return dx_bSD, add_gradients(chunk, grads, dict(enumerate(jax.tree.leaves(dweights))), i)
 
-    return loop(count, one, (dx, grads))
+    return loop(chunk.num_layers, one, (dx_bSD, grads))
 
 
-def input_pass(
-    stage: Stage, layer: Layer, parts: Split, here: Tick, known: Known, dx: Array, dsums: dict[str, Array], stash: Stash, held: Held
-) -> tuple[Array, Held]:
+def input_pass(chunk: Chunk, parts: Split, dx_bSD: Array, dsums: dict[str, Array], stash: Stash, held: Held) -> tuple[Array, Held]:
     """I: as `backward_pass`, but products that only weights wait for are left, with their operands, in `held.deferred`."""
-    count, num_weights = stage.num_layers(here), len(held.grads)
+    num_weights = len(held.grads)
 
     def one(j: Array, carry: tuple[Array, Held]) -> tuple[Array, Held]:
-        dx, held = carry
-        i = count - 1 - j
-        outs, kept = parts.run_first([*residuals_of(stage, layer, here, known, stash, i), dx, *jax.tree.leaves(dsums)])
-        early = {position: value for position, value in outs.items() if position < num_weights}
-        grads = add_gradients(stage, held.grads, early, stage.row(here, i))
-        return outs[num_weights], Held(put(held.deferred, kept, here.deferred, i), grads)
+        dx_bSD, held = carry
+        i = chunk.num_layers - 1 - j
+        outs, kept = parts.run_first([*chunk.residuals(stash, i), dx_bSD, *jax.tree.leaves(dsums)])
+        early = {leaf: value for leaf, value in outs.items() if leaf < num_weights}
+        grads = add_gradients(chunk, held.grads, early, i)
+        return outs[num_weights], Held(put(held.deferred, kept, chunk.here.deferred, i), grads)
 
-    return loop(count, one, (dx, held))
+    return loop(chunk.num_layers, one, (dx_bSD, held))
 
 
-def weight_pass(stage: Stage, layer: Layer, parts: Split, here: Tick, known: Known, stash: Stash, held: Held) -> Held:
-    """W: what I has left."""
+def weight_pass(chunk: Chunk, parts: Split, stash: Stash, held: Held) -> Buffers:
+    """W: what I has left, added to the gradients."""
 
     def one(i: Array, grads: Buffers) -> Buffers:
-        residuals = residuals_of(stage, layer, here, known, stash, i)
-        late = parts.run_second({n: residuals[n] for n in parts.given}, [get(d, here.deferred, i) for d in held.deferred])
-        return add_gradients(stage, grads, late, stage.row(here, i))
+        residuals = chunk.residuals(stash, i)
+        operands = [get(buffer, chunk.here.deferred, i) for buffer in held.deferred]
+        return add_gradients(chunk, grads, parts.run_second({n: residuals[n] for n in parts.given}, operands), i)
 
-    return held._replace(grads=loop(stage.num_layers(here), one, held.grads))
-
-
-def residuals_of(stage: Stage, layer: Layer, here: Tick, known: Known, stash: Stash, i: Array) -> list[Array]:
-    """Residuals of layer i of the chunk."""
-    return layer.residuals(stage.weights(here, i), known.at(known.layer + i), [get(s, stash.slot, i) for s in stash.buffers])
+    return loop(chunk.num_layers, one, held.grads)
 
 
-def add_gradients(stage: Stage, grads: Buffers, values: dict[int, Array], row: Array) -> Buffers:
-    """One layer's gradients, by leaf, added to its row."""
-    out = list(grads)
-    for i, value in values.items():
-        out[i] = add(out[i], stored_gradient(stage, i, value), row)
+def add_gradients(chunk: Chunk, grads: Buffers, values: dict[int, Array], i: Array) -> Buffers:
+    """Gradients of layer i of the chunk, by leaf, added to its row."""
+    out, row = list(grads), chunk.stage.row(chunk.here, i)
+    for leaf, value in values.items():
+        out[leaf] = add(out[leaf], stored_gradient(chunk.stage, leaf, value), row)
     return out
 
 
 def stored_gradient(stage: Stage, leaf: int, value: Array) -> Array:
     """As it is added up: ZeRO 2 scatters each microbatch's."""
-    layout = stage.forward.layout
-    if layout.zero_stage != 2:
+    if stage.forward.layout.zero_stage != 2:
         return value
     plans = jax.tree.leaves(stage.forward.plans["blocks"], is_leaf=is_plan)
     return scatter_gradient(plans[leaf], value, stacked=True)

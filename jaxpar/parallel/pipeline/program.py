@@ -38,7 +38,9 @@ def trace(function: Callable[..., PyTree], *args: PyTree) -> Program:
     """args: arrays or their types (`jax.typeof`, which tells shape, dtype and varying axes)."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     if any(isinstance(const, Tracer) for const in closed.consts):
-        raise AssertionError("a traced program must get every traced value as an input")
+        raise ValueError(
+            "model: embed, block or head uses a value that was traced elsewhere; return it from `shared(ctx)`, or make it inside"
+        )
     return Program(closed, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals))
 
 

@@ -2,8 +2,9 @@
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241, section 2) need W apart from I. The split is made on the traced backward
 pass of any model, ours or a user's: products of matrices that nothing but a weight's gradient waits for, and what follows from
-them, are left for later. Their operands are kept in between. It is exact and computes nothing twice. Gradients that come from no
-product of matrices (norm scales, biases, tables that are looked up) stay in I.
+them, are left for later. Their operands are kept in between. It is exact and computes no product twice (what is the same on all
+stages, positions and masks, is made again). Gradients that come from no product of matrices (norm scales, biases, tables that are
+looked up) stay in I, and so do products inside a loop or a branch of the model's own.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Split:
     first: tuple[Any, ...]  # equations
     second: tuple[Any, ...]
     kept: tuple[Any, ...]  # variables that go from the first part to the second
-    given: tuple[int, ...]  # inputs that the second part is given again
+    given: tuple[int, ...]  # inputs at hand that the second part reads
     late: tuple[int, ...]  # outputs of the second part
 
     @property
@@ -54,8 +55,8 @@ class Split:
         return env | {self.jaxpr.invars[i]: value for i, value in inputs.items()}
 
 
-def split(closed: Any, now: Sequence[int], again: Sequence[int]) -> Split:
-    """Split a traced function; now: outputs that must come from the first part. again: inputs that will be at hand later too."""
+def split(closed: Any, now: Sequence[int], at_hand: Sequence[int]) -> Split:
+    """Split a traced function. now: outputs that must come from the first part. at_hand: inputs that the second part can read too."""
     avals = [var.aval for var in closed.jaxpr.invars]
     flat = jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args, inline=True))(*avals)
     jaxpr = flat.jaxpr
@@ -68,10 +69,11 @@ def split(closed: Any, now: Sequence[int], again: Sequence[int]) -> Split:
             second.append(eqn)
             late_vars.update(eqn.outvars)
     late = tuple(i for i, var in enumerate(jaxpr.outvars) if is_var(var) and var in late_vars)
-    inputs = {jaxpr.invars[i]: i for i in again}
+    inputs = {jaxpr.invars[i]: i for i in at_hand}
     deferred = set(map(id, second))
     # What is the same on all stages (positions, masks) is made again; it has no varying type, and a buffer's slots have.
     alike = _needed_for(jaxpr, [v for v in _operands(jaxpr, second) if v not in inputs and AXIS not in varying_of(v.aval)])
+    assert not any(eqn.primitive.name in LINEAR_MAPS for eqn in jaxpr.eqns if alike.intersection(eqn.outvars)), "a product made twice"
     second = [eqn for eqn in jaxpr.eqns if id(eqn) in deferred or alike.intersection(eqn.outvars)]
     wanted = _operands(jaxpr, second)
     return Split(

@@ -1,7 +1,8 @@
 """The actions of a training schedule on one stage: F, B, I and W.
 
 F goes through the layers of a chunk, after the embedding on the first virtual stage. B, or I and later W, goes back; on the last
-virtual stage it begins with the head, which turns the output that its F kept into the loss and a cotangent, so no logits wait anywhere.
+virtual stage it begins with the head, which turns the output that its F kept into the loss and a cotangent, so no logits wait. Under I
+and W their gradients do: `head` slots of [tokens, V / tensor], on every device (p of them in zb_h1, 2p - 1 in zb_h2, 1 in zb_v).
 """
 
 from collections.abc import Callable
@@ -16,9 +17,19 @@ from jaxpar.core.typing import Array, Params, Terms
 from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.pipeline.control import buffer, put, run_if, zeros
 from jaxpar.parallel.pipeline.ends import Ends, Gradients
-from jaxpar.parallel.pipeline.layer import Known, Layer, trace_layer
+from jaxpar.parallel.pipeline.layer import Layer, trace_layer
 from jaxpar.parallel.pipeline.loop import Mail, Perform, Tick
-from jaxpar.parallel.pipeline.passes import Held, Stash, add_terms, backward_pass, forward_pass, input_pass, stored_gradient, weight_pass
+from jaxpar.parallel.pipeline.passes import (
+    Chunk,
+    Held,
+    Stash,
+    add_terms,
+    backward_pass,
+    forward_pass,
+    input_pass,
+    stored_gradient,
+    weight_pass,
+)
 from jaxpar.parallel.pipeline.program import AXIS, varying_of
 from jaxpar.parallel.pipeline.split import Split
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, type_of
@@ -31,13 +42,13 @@ class State(NamedTuple):
 
     stash: list[Array]  # [slots, layers of a chunk, ...]
     deferred: list[Array]  # [slots, layers of a chunk, ...]
-    head_deferred: list[Array]  # [slots, ...]
+    head_deferred: list[Array]  # [slots, tokens of a microbatch, ...]
     blocks: list[Array]  # gradients of the stored layers
     ends: list[Array]  # gradients of embedding and head
     sums: Terms
 
 
-Head = Callable[[Tick, Known, Array, State], tuple[Array, State]]  # (output of the last layer, state) -> (its cotangent, state)
+Head = Callable[[Chunk, Array, State], tuple[Array, State]]  # (output of the last layer, state) -> (its cotangent, state)
 
 
 @dataclass(frozen=True)
@@ -70,33 +81,33 @@ class Training:
         )
 
     def forward(self, here: Tick, mail: Mail, state: State) -> tuple[Array, State]:
-        known = self.stage.known(here)
-        x = self.stage.input(here, mail, here.reads, known)
-        stash = None if self.recomputes else Stash(state.stash, here.stash)
-        x, buffers, sums = forward_pass(self.stage, self.layer, here, known, x, stash, state.sums)
-        return x, state._replace(stash=buffers if stash else state.stash, sums=sums)
+        chunk = self._chunk(here)
+        x_bSD = self.stage.input(here, mail, here.reads, chunk.known)
+        stash = None if self.recomputes else self._stash(here, state)
+        x_bSD, buffers, sums = forward_pass(chunk, x_bSD, stash, state.sums)
+        return x_bSD, state._replace(stash=buffers if stash else state.stash, sums=sums)
 
     def backward(self, here: Tick, mail: Mail, state: State) -> tuple[Array, State]:
-        known, dx, state, stash = self._begin_backward(here, mail, state, self._head)
-        dx, blocks = backward_pass(self.stage, self.layer, here, known, dx, self._dsums, stash, state.blocks)
-        return dx, self._end_backward(here, known, dx, state._replace(blocks=blocks))
+        chunk = self._chunk(here)
+        dx_bSD, state = self._begin_backward(chunk, mail, state, self._head)
+        dx_bSD, blocks = backward_pass(chunk, dx_bSD, self._dsums, self._stash(here, state), state.blocks)
+        return dx_bSD, self._end_backward(chunk, dx_bSD, state._replace(blocks=blocks))
 
     def input_gradient(self, here: Tick, mail: Mail, state: State) -> tuple[Array, State]:
-        known, dx, state, stash = self._begin_backward(here, mail, state, self._head_first)
+        chunk = self._chunk(here)
+        dx_bSD, state = self._begin_backward(chunk, mail, state, self._head_first)
         held = Held(state.deferred, state.blocks)
-        dx, held = input_pass(self.stage, self.layer, self.layer_split, here, known, dx, self._dsums, stash, held)
-        return dx, self._end_backward(here, known, dx, state._replace(deferred=held.deferred, blocks=held.grads))
+        dx_bSD, held = input_pass(chunk, self.layer_split, dx_bSD, self._dsums, self._stash(here, state), held)
+        return dx_bSD, self._end_backward(chunk, dx_bSD, state._replace(deferred=held.deferred, blocks=held.grads))
 
     def weight_gradient(self, here: Tick, mail: Mail, state: State) -> tuple[Array, State]:
-        known = self.stage.known(here)
-        stash = Stash(state.stash, 0 if self.recomputes else here.stash)
-        held = weight_pass(self.stage, self.layer, self.layer_split, here, known, stash, Held(state.deferred, state.blocks))
-        state = state._replace(blocks=held.grads)
+        chunk = self._chunk(here)
+        blocks = weight_pass(chunk, self.layer_split, self._stash(here, state), Held(state.deferred, state.blocks))
 
         def head(state: State) -> State:
-            return state._replace(ends=_plus(state.ends, self.ends.head_second(known, state.head_deferred, here.head)))
+            return state._replace(ends=_plus(state.ends, self.ends.head_second(chunk.known, state.head_deferred, here.head)))
 
-        return mail.out, run_if(self.stage.is_last(here), head, state)
+        return mail.out, run_if(self.stage.is_last(here), head, state._replace(blocks=blocks))
 
     @property
     def recomputes(self) -> bool:
@@ -113,30 +124,36 @@ class Training:
         """Its backward pass as I and W."""
         return self.layer.split(stash_stays=not self.recomputes)
 
-    def _begin_backward(self, here: Tick, mail: Mail, state: State, head: Head) -> tuple[Known, Array, State, Stash]:
-        """The cotangent that arrived, or the head's; the residuals, or the forward pass again."""
-        known = self.stage.known(here)
-        dx, state = run_if(self.stage.is_last(here), lambda c: head(here, known, *c), (mail.read(here.reads), state))
+    def _chunk(self, here: Tick) -> Chunk:
+        return Chunk(self.stage, self.layer, here, self.stage.known(here))
+
+    def _stash(self, here: Tick, state: State) -> Stash:
+        return Stash(state.stash, 0 if self.recomputes else here.stash)
+
+    def _begin_backward(self, chunk: Chunk, mail: Mail, state: State, head: Head) -> tuple[Array, State]:
+        """The cotangent that arrived, or the head's; where F has kept nothing, its pass again, into the one slot of the stash."""
+        here = chunk.here
+        dx_bSD, state = run_if(self.stage.is_last(here), lambda c: head(chunk, *c), (mail.read(here.reads), state))
         if not self.recomputes:
-            return known, dx, state, Stash(state.stash, here.stash)
-        x = self.stage.input(here, mail, here.inputs, known)
-        _, buffers, _ = forward_pass(self.stage, self.layer, here, known, x, Stash(state.stash, 0), state.sums)
-        return known, dx, state._replace(stash=buffers), Stash(buffers, 0)
+            return dx_bSD, state
+        x_bSD = self.stage.input(here, mail, here.inputs, chunk.known)
+        _, buffers, _ = forward_pass(chunk, x_bSD, self._stash(here, state), state.sums)
+        return dx_bSD, state._replace(stash=buffers)
 
-    def _end_backward(self, here: Tick, known: Known, dx: Array, state: State) -> State:
+    def _end_backward(self, chunk: Chunk, dx_bSD: Array, state: State) -> State:
         def embed(state: State) -> State:
-            return state._replace(ends=_plus(state.ends, self.ends.embed_gradient(known, dx)))
+            return state._replace(ends=_plus(state.ends, self.ends.embed_gradient(chunk.known, dx_bSD)))
 
-        return run_if(self.stage.is_first(here), embed, state)
+        return run_if(self.stage.is_first(chunk.here), embed, state)
 
-    def _head(self, _here: Tick, known: Known, y: Array, state: State) -> tuple[Array, State]:
-        terms, dy, grads = self.ends.head(known, y)
-        return dy, state._replace(ends=_plus(state.ends, grads), sums=add_terms(state.sums, terms))
+    def _head(self, chunk: Chunk, y_bSD: Array, state: State) -> tuple[Array, State]:
+        terms, dy_bSD, grads = self.ends.head(chunk.known, y_bSD)
+        return dy_bSD, state._replace(ends=_plus(state.ends, grads), sums=add_terms(state.sums, terms))
 
-    def _head_first(self, here: Tick, known: Known, y: Array, state: State) -> tuple[Array, State]:
-        terms, dy, grads, kept = self.ends.head_first(known, y)
-        deferred = put(state.head_deferred, kept, here.head)
-        return dy, state._replace(head_deferred=deferred, ends=_plus(state.ends, grads), sums=add_terms(state.sums, terms))
+    def _head_first(self, chunk: Chunk, y_bSD: Array, state: State) -> tuple[Array, State]:
+        terms, dy_bSD, grads, kept = self.ends.head_first(chunk.known, y_bSD)
+        deferred = put(state.head_deferred, kept, chunk.here.head)
+        return dy_bSD, state._replace(head_deferred=deferred, ends=_plus(state.ends, grads), sums=add_terms(state.sums, terms))
 
     @cached_property
     def _dsums(self) -> dict[str, Array]:
