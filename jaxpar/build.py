@@ -11,8 +11,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.store import CheckpointStore
-from jaxpar.config.check_pipeline import schedule_of
 from jaxpar.config.checks import layout_of
+from jaxpar.config.depth import schedule_of
 from jaxpar.config.layout import Layout
 from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model

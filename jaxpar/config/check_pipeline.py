@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which layers each holds, and what a schedule asks of microbatches, chunks and remat.
+"""Checks of a pipeline: what a schedule asks of microbatches, layers, chunks and remat.
 
 What `pipeline:` says by itself must hold on any mesh. What it asks of other sections counts where mesh.pipe > 1, so that a config
 made for a pipeline stays legal on one stage.
@@ -8,48 +8,21 @@ import math
 from collections.abc import Iterator
 
 from jaxpar.config.axes import AXES, BATCH_AXES
+from jaxpar.config.depth import layers_per_stage
 from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import forward_flops_per_token
-from jaxpar.config.stages import Stages, balanced_layers
+from jaxpar.config.sizes import head_operand_bytes, operand_bytes
+from jaxpar.config.stages import balanced_layers
 from jaxpar.schedule.actions import Schedule, Shape
 from jaxpar.schedule.errors import SHOWN, ScheduleError
 from jaxpar.schedule.from_csv import read_csv
-from jaxpar.schedule.library import FAMILIES, build_schedule, schedule_problems
+from jaxpar.schedule.library import FAMILIES, alternative, build_schedule, least_microbatches, schedule_problems
+from jaxpar.schedule.measure import most_deferred
 
 MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)
 SECTION_KEYS = ("pipeline.schedule", "pipeline.chunks_per_stage")
 KEYS = (*SECTION_KEYS, "num_microbatches", *MESH_KEYS)
 DEPTH_KEYS = ("model.num_layers", "pipeline.layers_per_stage", *KEYS)
-
-
-def schedule_of(config: RunConfig, pipe: int) -> Schedule:
-    """The schedule of a config without problems."""
-    return build_schedule(config.pipeline.schedule, pipe, config.num_microbatches, config.pipeline.chunks_per_stage)
-
-
-def stages_of(config: RunConfig, pipe: int) -> Stages | None:
-    """Which layers each stage holds, of a config without problems; None without a pipeline."""
-    if pipe == 1:
-        return None
-    shape = schedule_of(config, pipe).shape
-    return Stages(shape, layers_per_stage(config, shape))
-
-
-def layers_per_stage(config: RunConfig, shape: Shape) -> tuple[int, ...]:
-    """Layers of each virtual stage: as the config says; if it says nothing, equal where they divide, else balanced with the head."""
-    asked, num_layers = config.pipeline.layers_per_stage, config.model.num_layers
-    if isinstance(asked, tuple):
-        return asked
-    even = asked is None and num_layers % shape.num_virtual == 0
-    return balanced_layers(num_layers, shape.num_virtual, 0.0 if even else head_cost_in_layers(config))
-
-
-def head_cost_in_layers(config: RunConfig) -> float:
-    """FLOPs of the output head / FLOPs of one layer."""
-    model = config.model
-    head = 2 * model.embed_dim * model.vocab_size
-    return head / ((forward_flops_per_token(model, config.data.seq_len) - head) / model.num_layers)
 
 
 def pipeline_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
@@ -82,19 +55,19 @@ def _section_problems(config: RunConfig) -> Iterator[Problem]:
         text = f"pipeline.chunks_per_stage: {chunks}, but pipeline.schedule={name} always has {fixed}"
         yield Problem(SECTION_KEYS, f"{text}; pipeline.chunks_per_stage=null would work, or pipeline.schedule=interleaved")
         return
-    # On one stage with two microbatches every schedule can run: what is left lies in the section.
-    for problem in schedule_problems(name, 1, 2, chunks):
+    # On one stage, with microbatches enough, every schedule can run: what is left lies in the section.
+    for problem in schedule_problems(name, 1, least_microbatches(name, 1), chunks):
         yield Problem(SECTION_KEYS, f"pipeline.schedule: {problem}")
 
 
 def _size_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
     """Stages and microbatches that a schedule cannot have."""
-    name, need = config.pipeline.schedule, 2 * pipe
+    name = config.pipeline.schedule
     if name.endswith(".csv"):
         yield from _csv_problems(config, pipe)
-    elif name == "dualpipe_v" and config.num_microbatches < need:
-        text = f"num_microbatches: {config.num_microbatches}, but pipeline.schedule={name} needs 2 x mesh.pipe={pipe} = {need} or more"
-        yield Problem(KEYS, f"{text}; {_more_microbatches(config, need)} would work, or pipeline.schedule=zb_v")
+    elif config.num_microbatches < (need := least_microbatches(name, pipe)):
+        text = f"num_microbatches: {config.num_microbatches}, but pipeline.schedule={name} needs {need} or more with mesh.pipe={pipe}"
+        yield Problem(KEYS, f"{text}; {_more_microbatches(config, need)} would work, or pipeline.schedule={alternative(name)}")
 
 
 def _more_microbatches(config: RunConfig, need: int) -> str:
@@ -136,7 +109,7 @@ def _way_out(config: RunConfig, pipe: int, problem: str) -> str:
 def _schedule_once_mended(config: RunConfig, pipe: int) -> Schedule | None:
     """The schedule that there will be when its sizes are right; None where that cannot be told."""
     name, chunks = config.pipeline.schedule, config.pipeline.chunks_per_stage
-    enough = max(config.num_microbatches, 2 * pipe) if name == "dualpipe_v" else config.num_microbatches
+    enough = max(config.num_microbatches, least_microbatches(name, pipe))
     try:
         return build_schedule(name, pipe, enough, chunks)
     except ScheduleError:
@@ -196,41 +169,16 @@ def _stages_in_words(pipe: int, chunks: int) -> str:
 
 def _remat_problem(config: RunConfig, schedule: Schedule, layers: int) -> Problem:
     """A backward pass in two parts keeps what full remat would free. layers: of the largest chunk."""
-    one = operand_bytes(config)
+    one, head = operand_bytes(config), head_operand_bytes(config)
     text = f"remat.policy: full, but pipeline.schedule={config.pipeline.schedule} keeps the operands of every weight gradient from I to W"
-    peak = most_deferred(schedule) * layers * one
-    cost = f"{_mib(one)} a layer and microbatch, {_mib(peak)} at the peak on a device, whatever remat frees"
+    last = schedule.shape.num_virtual - 1
+    peak = most_deferred(schedule) * layers * one + most_deferred(schedule, last) * head  # buffers of all devices are alike
+    cost = f"{_mib(one)} a layer and microbatch, {_mib(head)} of the head, {_mib(peak)} at the peak on a device, whatever remat frees"
     changes = _with_1f1b(config)
     if schedule.shape.num_chunks > 1 and isinstance(config.pipeline.layers_per_stage, tuple):
         changes.append("pipeline.layers_per_stage=null")
     works = f"remat.policy=none or selective would work, or {' '.join(changes)}"
     return Problem(("remat.policy", *DEPTH_KEYS), f"{text}: {cost}; {works}")
-
-
-def most_deferred(schedule: Schedule) -> int:
-    """The most (microbatch, chunk) pairs between their I and their W on one stage."""
-    most = 0
-    for order in schedule.orders:
-        waiting = 0
-        for action in order:
-            waiting += {"I": 1, "W": -1}.get(action.kind, 0)
-            most = max(most, waiting)
-    return most
-
-
-def operand_bytes(config: RunConfig) -> float:
-    """Inputs and output gradients of a layer's matrices for one microbatch on one device, in the dtype of the computation.
-
-    Those of width embed_dim are whole on every device of `tensor`. An axis of unknown size (-1) counts as 1.
-    """
-    model, width = config.model, {"float64": 8, "float32": 4, "bfloat16": 2}[config.compute_dtype]
-    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes.items()}
-    tensor = sizes["tensor"]
-    split = 2 * model.num_heads * model.head_size + (3 if model.activation == "swiglu" else 2) * model.mlp_dim
-    kv_heads = model.kv_heads if model.kv_heads % tensor else model.kv_heads / tensor
-    numbers = 4 * model.embed_dim + split / tensor + 2 * kv_heads * model.head_size
-    tokens = config.data.global_batch_size * config.data.seq_len / config.num_microbatches
-    return width * numbers * tokens / (sizes["replica"] * sizes["data"] * sizes["expert"] * sizes["context"])
 
 
 def _mib(num_bytes: float) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxpar.config.axes import AXES
-from jaxpar.config.check_pipeline import pipeline_problems, stages_of
+from jaxpar.config.check_pipeline import pipeline_problems
 from jaxpar.config.check_sections import section_problems
 from jaxpar.config.check_splits import rule_problems, split_problems
+from jaxpar.config.depth import stages_of
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layout import DEFAULT_RULES, Layout
 from jaxpar.config.mesh import MeshConfig

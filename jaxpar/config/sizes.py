@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and bytes of state, from the config alone.
+"""Parameters, FLOPs, bytes of state and of what weight gradients wait for, from the config alone.
 
 FLOP convention: 2 a multiply-add, matrix products only (no embedding lookup, norms, softmax, recomputation, padded
 vocabulary); training is 3 x the forward pass (Kaplan et al. 2020, section 2.1; PaLM, appendix B). Attention counts scores and
@@ -8,12 +8,13 @@ weighted sum, 2 products of seq_len x head_dim a head; `causal` counts the half 
 import math
 from dataclasses import dataclass, replace
 
+from jaxpar.config.axes import BATCH_AXES
 from jaxpar.config.layout import Layout, plan_leaf
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.config.run import RunConfig
 
-DTYPE_BYTES = {"float32": 4, "float64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MIN_FACTORED = 128  # Adafactor: smaller dims are not factored (optax `scale_by_factored_rms`)
 
 
@@ -166,3 +167,30 @@ def optimizer_elements(optimizer: OptimizerConfig, leaf: Leaf, local: int) -> in
             return layers * (one // dims[-1] + one // dims[-2] + 1)  # optax keeps one element for each part not used
         return local + 2 * layers
     return local * {"adamw": 2, "lion": 1, "sgd": 1 if optimizer.momentum else 0}[optimizer.name]
+
+
+def operand_bytes(config: RunConfig) -> float:
+    """Inputs and output gradients of a layer's matrices for one microbatch on one device, in the dtype of the computation.
+
+    Those of width embed_dim are whole on every device of `tensor`. An axis of unknown size (-1) counts as 1.
+    """
+    model, tensor = config.model, max(config.mesh.tensor, 1)
+    split = 2 * model.num_heads * model.head_size + (3 if model.activation == "swiglu" else 2) * model.mlp_dim
+    kv_heads = model.kv_heads if model.kv_heads % tensor else model.kv_heads / tensor
+    numbers = 4 * model.embed_dim + split / tensor + 2 * kv_heads * model.head_size
+    return DTYPE_BYTES[config.compute_dtype] * numbers * _microbatch_tokens(config)
+
+
+def head_operand_bytes(config: RunConfig) -> float:
+    """The same of the output head. Gradients of logits in one chunk (`loss_chunk_tokens`) are float32 at least."""
+    width, tokens = DTYPE_BYTES[config.compute_dtype], _microbatch_tokens(config)
+    chunk = min(config.loss_chunk_tokens, tokens)
+    logit = max(width, DTYPE_BYTES["float32"]) if chunk == tokens else width
+    columns = config.model.padded_vocab_size / max(config.mesh.tensor, 1)
+    return (width * config.model.embed_dim + logit * columns) * math.ceil(tokens / chunk) * chunk  # the last chunk is filled up
+
+
+def _microbatch_tokens(config: RunConfig) -> float:
+    """Tokens of a microbatch on one device."""
+    ways = math.prod(max(config.mesh.sizes[axis], 1) for axis in (*BATCH_AXES, "context"))
+    return config.data.global_batch_size * config.data.seq_len / config.num_microbatches / ways

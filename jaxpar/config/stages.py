@@ -57,6 +57,8 @@ def balanced_layers(num_layers: int, num_virtual: int, head_layers: float) -> tu
     """Layers of each virtual stage such that the slowest is as fast as it can be, and the others as even as they can be.
 
     head_layers: what the output head of the last virtual stage costs, in layers. Every virtual stage gets one layer at least.
+    What is balanced is F and B together. Not seen: that the head runs in B (or I) alone and not in F, that of a split backward pass
+    I has more of the head than W, that remat computes layers again and never the head, and memory.
     """
     counts = [1] * num_virtual
     for _ in range(num_layers - num_virtual):

@@ -6,7 +6,7 @@ import jax
 
 from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
-from jaxpar.config.check_pipeline import schedule_of
+from jaxpar.config.depth import schedule_of
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
 from jaxpar.core.words import size

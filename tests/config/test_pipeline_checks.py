@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.config.check_pipeline import head_cost_in_layers, layers_per_stage, most_deferred, operand_bytes, schedule_of
 from jaxpar.config.checks import check, layout_of
+from jaxpar.config.depth import head_cost_in_layers, layers_per_stage, schedule_of
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layout import plan_leaf
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import forward_flops_per_token, parameter_table, state_bytes_per_device
+from jaxpar.config.sizes import forward_flops_per_token, head_operand_bytes, operand_bytes, parameter_table, state_bytes_per_device
 from jaxpar.config.stages import EMPTY, Stages, balanced_layers
 from jaxpar.schedule.actions import Shape
 from jaxpar.schedule.from_csv import write_csv
 from jaxpar.schedule.library import FAMILIES, NAMES, build_schedule
 from jaxpar.schedule.lower import lower
+from jaxpar.schedule.measure import most_deferred
 from tests.cli.conftest import Command
 from tests.equivalence import harness
 
@@ -99,17 +100,17 @@ CASES: dict[str, tuple[Changes, str, list[Changes]]] = {
     ),
     "too few microbatches": (
         {"pipeline.schedule": "dualpipe_v", "num_microbatches": 4},
-        "num_microbatches: 4, but pipeline.schedule=dualpipe_v needs 2 x mesh.pipe=4 = 8 or more; ",
+        "num_microbatches: 4, but pipeline.schedule=dualpipe_v needs 8 or more with mesh.pipe=4; ",
         [{"num_microbatches": 8}, {"pipeline.schedule": "zb_v"}],
     ),
     "too few microbatches for a batch that 8 does not divide": (
         {"pipeline.schedule": "dualpipe_v", "num_microbatches": 4, "data.global_batch_size": 24, "mesh.data": 2},
-        "num_microbatches: 4, but pipeline.schedule=dualpipe_v needs 2 x mesh.pipe=4 = 8 or more; ",
+        "num_microbatches: 4, but pipeline.schedule=dualpipe_v needs 8 or more with mesh.pipe=4; ",
         [{"num_microbatches": 12}, {"pipeline.schedule": "zb_v"}],
     ),
     "too few microbatches and rows": (
         {"pipeline.schedule": "dualpipe_v", "num_microbatches": 1, "data.global_batch_size": 6, "mesh.data": 2},
-        "num_microbatches: 1, but pipeline.schedule=dualpipe_v needs 2 x mesh.pipe=4 = 8 or more; ",
+        "num_microbatches: 1, but pipeline.schedule=dualpipe_v needs 8 or more with mesh.pipe=4; ",
         [{"num_microbatches": 8, "data.global_batch_size": 16}, {"pipeline.schedule": "zb_v"}],
     ),
     "more stages than layers": (
@@ -180,9 +181,10 @@ CASES: dict[str, tuple[Changes, str, list[Changes]]] = {
     ),
     "zb with full remat": (
         {"pipeline.schedule": "zb_h1", "remat.policy": "full"},
-        # by hand: 2 rows x 32 tokens x 8 bytes x (4 x 64 + 4 x 64 + 3 x 128) a layer, 2 layers, 4 microbatches on the last stage
+        # by hand: 2 rows x 32 tokens x 8 bytes x (4 x 64 + 4 x 64 + 3 x 128) a layer, 2 layers, 4 microbatches on the last stage;
+        # x (64 + 96) of the head for each
         "remat.policy: full, but pipeline.schedule=zb_h1 keeps the operands of every weight gradient from I to W: "
-        "0.438 MiB a layer and microbatch, 3.5 MiB at the peak on a device, whatever remat frees; ",
+        "0.438 MiB a layer and microbatch, 0.0781 MiB of the head, 3.81 MiB at the peak on a device, whatever remat frees; ",
         [{"remat.policy": "none"}, {"pipeline.schedule": "1f1b"}],
     ),
     "dualpipe with full remat": (
@@ -406,7 +408,9 @@ def test_layers_per_stage_that_is_no_list_of_numbers(value: Any) -> None:
 @pytest.mark.parametrize("microbatches", [8, 11])
 def test_deferred_slots_are_those_of_the_tick_table(name: str, microbatches: int) -> None:
     schedule = build_schedule(name, 4, microbatches)
-    assert most_deferred(schedule) == lower(schedule).num_slots["deferred"]
+    slots = lower(schedule).num_slots
+    assert most_deferred(schedule) == slots["deferred"]
+    assert most_deferred(schedule, schedule.shape.num_virtual - 1) == slots["head"]
 
 
 @pytest.mark.parametrize(
@@ -416,6 +420,9 @@ def test_deferred_slots_are_those_of_the_tick_table(name: str, microbatches: int
         {"mesh.tensor": 2},
         {"mesh.tensor": 2, "model.num_kv_heads": 2, **FLOAT32},
         {"model.activation": "gelu", "model.num_kv_heads": 2, "mesh.context": 2},
+        {"compute_dtype": "bfloat16", "param_dtype": "float32"},
+        {"compute_dtype": "bfloat16", "param_dtype": "float32", "loss_chunk_tokens": 20, "mesh.data": 2},
+        {"model.vocab_size": 90, "model.vocab_multiple": 64, "mesh.tensor": 2, "model.tied_embeddings": True},
     ],
 )
 def test_stated_cost_is_what_the_program_keeps(changes: Changes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,11 +438,15 @@ def test_stated_cost_is_what_the_program_keeps(changes: Changes, monkeypatch: py
         assert table is not None
         types = carried(parts)
     rows, slots = 4, {table.num_slots[pool] for pool in ("stash", "deferred")}
-    kept = sum(nbytes(aval) for aval in types if len(aval.shape) > 3 and aval.shape[0] in slots and aval.shape[1] == rows)
+    of_layers = [i for i, aval in enumerate(types) if len(aval.shape) > 3 and aval.shape[0] in slots and aval.shape[1] == rows]
+    kept = sum(nbytes(types[i]) for i in of_layers)
     tokens = 2 * run.data.seq_len // run.mesh.context // run.mesh.data
     boundary = run.model.embed_dim // (run.mesh.tensor if run.sequence_parallel else 1) * jnp.dtype(run.compute_dtype).itemsize
     stash = table.num_slots["stash"] * rows * tokens * boundary  # the input of each layer
     assert kept - stash == table.num_slots["deferred"] * rows * operand_bytes(run)
+    of_head = itertools.takewhile(lambda aval: aval.shape[0] == table.num_slots["head"], types[of_layers[-1] + 1 :])
+    of_head = [aval for aval in of_head if len(aval.shape) > 1]  # beside them one number, the scale of the loss
+    assert sum(map(nbytes, of_head)) == table.num_slots["head"] * head_operand_bytes(run)
 
 
 # Which layers a stage holds.
