@@ -39,6 +39,7 @@ def test_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         "stage 3",
         "F0.1",
         "28.5",
+        "makespan in ticks (simulated)",
         "idle / makespan",
         "15.8 %",
         "18.8 %",
@@ -50,6 +51,16 @@ def test_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schedule", "own.csv", "--cost", "F=2,B=3,comm=.5"]) == 0
     assert "times of a stage F 2, B 3; message 0.5" in capsys.readouterr().out
     assert read_csv("own.csv").shape.num_chunks == 2
+
+
+def test_the_grid_is_in_colour_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(["schedule", "zb_h1", *SIZES]) == 0
+    out = capsys.readouterr().out
+    for cell, (red, green, blue) in {"F0": (86, 180, 233), "I0": (230, 159, 0), "W0": (0, 158, 115)}.items():
+        assert f"\x1b[30;48;2;{red};{green};{blue}m{cell} \x1b[0m" in out
 
 
 def test_json_of_a_comparison() -> None:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxpar.schedule.draw import draw_grid
+from jaxpar.schedule.draw import draw_grid, legend
 from jaxpar.schedule.errors import ScheduleError
 from jaxpar.schedule.figure import make_figure, save_figure
 from jaxpar.schedule.library import build_schedule
@@ -24,6 +24,27 @@ def test_the_grid_of_1f1b() -> None:
         "stage 1    F0 B0    F1 B1    F2 B2    ",
         "",
     ]
+
+
+# Okabe and Ito's sky blue, vermilion, orange and bluish green.
+HUES = {"F": "#56b4e9", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2", "dualpipe_v"])
+def test_every_cell_of_the_grid_has_the_colour_of_its_kind(name: str) -> None:
+    shown = timeline(name, 3, 7)
+    grid = draw_grid(shown, 10_000)
+    cells = [(grid.plain[span.start : span.end].strip(), span.style) for span in grid.spans]
+    num_chunks = shown.schedule.shape.num_chunks
+    actions = [action for order in shown.schedule.orders for action in order]
+    assert cells == [(str(a), f"black on {colour(a.kind, a.chunk, num_chunks)}") for a in actions]
+    assert {(cell[0], style) for cell, style in cells if "." not in cell} == {(a.kind, f"black on {HUES[a.kind]}") for a in actions}
+
+
+def test_the_legend_has_the_colours_of_the_kinds_that_occur() -> None:
+    for name, kinds in {"1f1b": "FB", "zb_h1": "FIW", "dualpipe_v": "FBIW"}.items():
+        text = legend(timeline(name, 2, 4))
+        assert [(text.plain[s.start : s.end], s.style) for s in text.spans] == [(f" {kind} ", f"black on {HUES[kind]}") for kind in kinds]
 
 
 def test_a_wide_grid_goes_on_below_and_leaves_out_its_middle() -> None:

@@ -9,31 +9,28 @@ from hypothesis import strategies as st
 
 from jaxpar.schedule.actions import Action, Schedule, Shape
 from jaxpar.schedule.evaluation import forward_schedule
-from jaxpar.schedule.library import NAMES, build_schedule
+from jaxpar.schedule.library import NAMES, build_schedule, least_microbatches
 from jaxpar.schedule.lower import lower
 from jaxpar.schedule.measure import peak_in_flight
 from jaxpar.schedule.simulate import simulate
 from jaxpar.schedule.ticks import COLUMNS, NONE, TickTable, simulate_ticks
 
-NEAR_IDEAL = ("1f1b", "interleaved:2", "interleaved:4", "zb_h1", "zb_v")
 SIZES = ((4, 8), (8, 16), (8, 32))
+# How far above the ideal at most, in per cent, as the README says.
+ABOVE = {"gpipe": 0, "1f1b": 0, "interleaved:2": 3.8, "interleaved:4": 3.8, "zb_h1": 0, "zb_h2": 0, "zb_v": 0, "dualpipe_v": 6.8}
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-@pytest.mark.parametrize("name", NEAR_IDEAL)
-def test_executed_makespan_is_within_5_percent_of_the_ideal(name: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize("name", ABOVE)
+def test_makespan_in_ticks(name: str, stages: int, microbatches: int) -> None:
+    """F = I = W = 1, messages take no time. All makespans here are whole quarters: exact in floating point."""
     schedule = build_schedule(name, stages, microbatches)
-    assert simulate_ticks(lower(schedule)) <= 1.05 * simulate(schedule).makespan
-
-
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "zb_v"])
-def test_without_wraparound_nothing_is_lost(name: str) -> None:
-    schedule = build_schedule(name, 8, 16)
-    assert simulate_ticks(lower(schedule)) == simulate(schedule).makespan
+    ideal, found = simulate(schedule).makespan, simulate_ticks(lower(schedule))
+    assert ideal <= found <= (1 + ABOVE[name] / 100) * ideal
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-@pytest.mark.parametrize("name", [*NEAR_IDEAL, "gpipe", "zb_h2", "dualpipe_v"])
+@pytest.mark.parametrize("name", ABOVE)
 def test_stash_slots_are_the_peak_of_the_schedule(name: str, stages: int, microbatches: int) -> None:
     schedule = build_schedule(name, stages, microbatches)
     assert lower(schedule).num_slots["stash"] == max(map(peak_in_flight, schedule.orders))
@@ -137,7 +134,7 @@ def replay(schedule: Schedule, *, keep_inputs: bool = False) -> Replay:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 14), st.integers(1, 4), st.booleans())
 def test_every_read_finds_what_was_written_for_it(name: str, stages: int, microbatches: int, chunks: int, keep_inputs: bool) -> None:
-    microbatches += 2 * stages if name == "dualpipe_v" else 0
+    microbatches += least_microbatches(name, stages) - 1
     replay(build_schedule(name, stages, microbatches, chunks if name == "interleaved" else None), keep_inputs=keep_inputs)
 
 
