@@ -62,7 +62,7 @@ class Forward:
         embed = self.prepare("embed", params["embed"])
         x_bSD, aux = self._blocks(params, self.model.embed(embed, batch["tokens"], ctx), ctx)
         head = self.prepare("head", params["head"])
-        terms = self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx)
+        terms = alike(self.model.head(head, embed, x_bSD, batch["targets"], batch["weights"], ctx))
         self.check_names(aux, terms)
         return aux | terms
 
@@ -88,7 +88,8 @@ class Forward:
 
         def layer(x_bSD: Array, layer_params: tuple[Params, Array]) -> tuple[Array, Terms]:
             weights, index = layer_params
-            return self.model.block(self.prepare("blocks", weights), x_bSD, ctx.at(index))
+            x_bSD, terms = self.model.block(self.prepare("blocks", weights), x_bSD, ctx.at(index))
+            return x_bSD, alike(terms)
 
         layer_N = self._layers()
         x_bSD, stacked = lax.scan(self.remat_layer(layer), vary(x_bSD, tuple(varying(layer_N))), (params["blocks"], layer_N))
@@ -112,3 +113,11 @@ class Forward:
         policy = remat_policy(self.remat, self.layout, self.plans["blocks"])
         # prevent_cse=False: inside a scan XLA cannot merge the recomputation with the forward pass anyway.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def alike(terms: Terms) -> Terms:
+    """Each weight marked as varying where its sum does, so that both are summed over the same devices: a weight may be a constant,
+    the number of this device's tokens. (Over `pipe` the head's sum varies in type only; the blocks' weights are counted there by row.)
+    """
+    sums = {name: jnp.asarray(total) for name, (total, _) in terms.items()}
+    return {name: (sums[name], vary(jnp.asarray(weight), tuple(varying(sums[name]) - {"pipe"}))) for name, (_, weight) in terms.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,17 +13,36 @@ from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.pipeline.program import AXIS, Type, varying_of
 
 T = TypeVar("T")
+G = TypeVar("G")
 
 
-def run_if(on: Array, function: Callable[[T], T], carry: T) -> T:
-    """`function(carry)` where `on`, else `carry`; devices may differ.
+def run_if(on: Array, function: Callable[[G, T], T], given: G, carry: T) -> T:
+    """`function(given, carry)` where `on`, else `carry`; stages may differ. `function` must take what the tick has made from `given`.
 
     A loop of at most one trip: it updates what it carries in place, where XLA copies whatever passes through a conditional
-    (seen on CPU: stash and gradients twice in every tick, and twice the memory). Bubbles run nothing either way.
+    (seen on CPU, JAX 0.10.2: stash and gradients twice in every tick, and twice the memory).
     """
     trips = on.astype(jnp.int32)
     start = vary(jnp.zeros((), jnp.int32), tuple(varying(trips)))
-    return lax.while_loop(lambda state: state[0] < trips, lambda state: (state[0] + 1, function(state[1])), (start, carry))[1]
+
+    def body(state: tuple[Array, T]) -> tuple[Array, T]:
+        trip, carry = state
+        return trip + 1, function(_tied(trip, given), _tied(trip, carry))
+
+    return lax.while_loop(lambda state: state[0] < trips, body, (start, carry))[1]
+
+
+def _tied(trip: Array, tree: T) -> T:
+    """The same values, but nothing that XLA could know before the loop.
+
+    Or it takes all that is computed from what the loop does not change out of it (the products of a chunk of one layer), and every
+    stage computes them in every tick, in bubbles too (law L6).
+    """
+
+    def tie(x: Array) -> Array:
+        return lax.optimization_barrier((vary(trip, tuple(varying(x))), x))[1] if AXIS in varying(x) else x
+
+    return jax.tree.map(tie, tree)
 
 
 def put(buffers: Sequence[Array], values: Sequence[Array], *at: Array | int) -> list[Array]:

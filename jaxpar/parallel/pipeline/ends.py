@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary, varying
+from jaxpar.parallel.forward import alike
 from jaxpar.parallel.pipeline.control import get, zeros
 from jaxpar.parallel.pipeline.layer import Known
 from jaxpar.parallel.pipeline.program import AXIS, Program, Type, trace, varying_of
@@ -93,9 +94,9 @@ class Ends:
             ctx = forward.context(known.rows, known.key, known.shared)
 
             def minimised(embed: Params, head: Params, y: Array) -> tuple[Array, Terms]:
-                terms = forward.model.head(head, embed, y, known.rows["targets"], known.rows["weights"], ctx)
+                terms = alike(forward.model.head(head, embed, y, known.rows["targets"], known.rows["weights"], ctx))
                 parts = [scale[name] * terms[name][0] for name in scale if name in terms]
-                return sum(parts[1:], parts[0]), terms
+                return (sum(parts[1:], parts[0]) if parts else jnp.zeros((), y.dtype)), terms
 
             loss, pullback, terms = jax.vjp(minimised, *weights, y, has_aux=True)
             dembed, dhead, dy = pullback(vary(jnp.ones_like(loss), tuple(varying(loss))))

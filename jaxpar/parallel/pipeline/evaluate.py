@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary
-from jaxpar.parallel.forward import Batch, Forward
+from jaxpar.parallel.forward import Batch, Forward, alike
 from jaxpar.parallel.pipeline.control import loop, run_if, zeros
 from jaxpar.parallel.pipeline.layer import Known, trace_block
 from jaxpar.parallel.pipeline.loop import Mail, Tick, empty_mail, run_ticks
@@ -28,7 +28,7 @@ def pipeline_sums(forward: Forward, params: Params, batch: Batch) -> tuple[dict[
 
     def finish(stage: Stage, known: Known, y: Array) -> Terms:
         ctx = forward.context(known.rows, None, known.shared)
-        return forward.model.head(stage.head, stage.embed, y, known.rows["targets"], known.rows["weights"], ctx)
+        return alike(forward.model.head(stage.head, stage.embed, y, known.rows["targets"], known.rows["weights"], ctx))
 
     head, blocks = _run(forward, params, batch, finish)
     forward.check_names(blocks, head)
@@ -64,7 +64,11 @@ def _run(forward: Forward, params: Params, batch: Batch, finish: Callable[[Stage
             return x, jax.tree.map(jnp.add, terms, {name: (sums[name], counts[name]) for name in sums})
 
         x, terms = loop(stage.num_layers(here), layer, (stage.input(here, mail, here.reads, known), terms))
-        done = run_if(stage.is_last(here), lambda d: jax.tree.map(jnp.add, d, vary(last(_ends(stage), known, x), (AXIS,))), done)
+
+        def finished(given: tuple[Known, Array], done: T) -> T:
+            return jax.tree.map(jnp.add, done, vary(last(_ends(stage), *given), (AXIS,)))
+
+        done = run_if(stage.is_last(here), finished, (known, x), done)
         return x, (done, terms)
 
     _, sums, counts = block.out_types

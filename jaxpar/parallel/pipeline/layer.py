@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary, varying
-from jaxpar.parallel.forward import Batch, Forward
+from jaxpar.parallel.forward import Batch, Forward, alike
 from jaxpar.parallel.pipeline.program import AXIS, Program, Type, trace, varying_of
 from jaxpar.parallel.pipeline.split import Split, is_var, split
 
@@ -136,4 +136,5 @@ def trace_layer(forward: Forward, weights: Params, known: Known, x: Type) -> Lay
 def _block(forward: Forward, weights: Params, known: Known, x: Array) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     ctx = forward.context(known.rows, known.key, known.shared).at(known.layer)
     y, terms = forward.model.block(forward.prepare("blocks", weights), x, ctx)
+    terms = alike(terms)
     return vary(y, tuple(varying(x))), {name: s for name, (s, _) in terms.items()}, {name: w for name, (_, w) in terms.items()}

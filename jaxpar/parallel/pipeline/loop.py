@@ -1,6 +1,7 @@
 """The loop over the ticks of a table: which action runs, and which messages pass. It knows no schedule and no model."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def run_ticks(table: TickTable, actions: Mapping[Kind, Perform[S]], mail: Mail, 
         mine_C = lax.dynamic_index_in_dim(rows_PC, lax.axis_index(AXIS), keepdims=False)
         here = Tick(**{name: mine_C[i] for i, name in enumerate(COLUMNS)})
         for kind in table.kinds:
-            carry = run_if(here.kind == KINDS.index(kind), lambda c, kind=kind: _act(actions[kind], here, c), carry)
+            carry = run_if(here.kind == KINDS.index(kind), partial(_act, actions[kind]), here, carry)
         mail, state = carry
         return (_exchange(table, pattern, here, mail), state), None
 

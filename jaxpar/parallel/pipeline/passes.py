@@ -40,6 +40,9 @@ class Chunk:
         return self.layer.residuals(*self.at(i), [get(buffer, stash.slot, i) for buffer in stash.buffers])
 
 
+jax.tree_util.register_dataclass(Chunk, data_fields=["here", "known"], meta_fields=["stage", "layer"])
+
+
 class Stash(NamedTuple):
     """buffers: [slots, layers of a chunk, ...], one for each residual that is kept. slot: that of the action's microbatch."""
 

@@ -17,7 +17,7 @@ from jaxpar.core.typing import Array, Params, Terms
 from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.pipeline.control import buffer, put, run_if, zeros
 from jaxpar.parallel.pipeline.ends import Ends, Gradients
-from jaxpar.parallel.pipeline.layer import Layer, trace_layer
+from jaxpar.parallel.pipeline.layer import Known, Layer, trace_layer
 from jaxpar.parallel.pipeline.loop import Mail, Perform, Tick
 from jaxpar.parallel.pipeline.passes import (
     Chunk,
@@ -104,10 +104,10 @@ class Training:
         chunk = self._chunk(here)
         blocks = weight_pass(chunk, self.layer_split, self._stash(here, state), Held(state.deferred, state.blocks))
 
-        def head(state: State) -> State:
-            return state._replace(ends=_plus(state.ends, self.ends.head_second(chunk.known, state.head_deferred, here.head)))
+        def head(chunk: Chunk, state: State) -> State:
+            return state._replace(ends=_plus(state.ends, self.ends.head_second(chunk.known, state.head_deferred, chunk.here.head)))
 
-        return mail.out, run_if(self.stage.is_last(here), head, state._replace(blocks=blocks))
+        return mail.out, run_if(self.stage.is_last(here), head, chunk, state._replace(blocks=blocks))
 
     @property
     def recomputes(self) -> bool:
@@ -133,7 +133,7 @@ class Training:
     def _begin_backward(self, chunk: Chunk, mail: Mail, state: State, head: Head) -> tuple[Array, State]:
         """The cotangent that arrived, or the head's; where F has kept nothing, its pass again, into the one slot of the stash."""
         here = chunk.here
-        dx_bSD, state = run_if(self.stage.is_last(here), lambda c: head(chunk, *c), (mail.read(here.reads), state))
+        dx_bSD, state = run_if(self.stage.is_last(here), lambda chunk, c: head(chunk, *c), chunk, (mail.read(here.reads), state))
         if not self.recomputes:
             return dx_bSD, state
         x_bSD = self.stage.input(here, mail, here.inputs, chunk.known)
@@ -141,10 +141,10 @@ class Training:
         return dx_bSD, state._replace(stash=buffers)
 
     def _end_backward(self, chunk: Chunk, dx_bSD: Array, state: State) -> State:
-        def embed(state: State) -> State:
-            return state._replace(ends=_plus(state.ends, self.ends.embed_gradient(chunk.known, dx_bSD)))
+        def embed(given: tuple[Known, Array], state: State) -> State:
+            return state._replace(ends=_plus(state.ends, self.ends.embed_gradient(*given)))
 
-        return run_if(self.stage.is_first(chunk.here), embed, state)
+        return run_if(self.stage.is_first(chunk.here), embed, (chunk.known, dx_bSD), state)
 
     def _head(self, chunk: Chunk, y_bSD: Array, state: State) -> tuple[Array, State]:
         terms, dy_bSD, grads = self.ends.head(chunk.known, y_bSD)
@@ -155,9 +155,9 @@ class Training:
         deferred = put(state.head_deferred, kept, chunk.here.head)
         return dy_bSD, state._replace(head_deferred=deferred, ends=_plus(state.ends, grads), sums=add_terms(state.sums, terms))
 
-    @cached_property
+    @property
     def _dsums(self) -> dict[str, Array]:
-        """Cotangents of a layer's terms."""
+        """Cotangents of a layer's terms; made in each action, for they are traced values."""
         types, scale = self.layer.forward.out_types[1], self.ends.scale
         scaled = {name: scale.get(name, jnp.zeros((), t.dtype)).astype(t.dtype) for name, t in types.items()}
         return {name: vary(scaled[name], tuple(varying_of(t))) for name, t in types.items()}
