@@ -132,7 +132,8 @@ def state_bytes_per_device(config: RunConfig, layout: Layout) -> StateBytes:
 
     Each leaf: elements / (axes of its dims) and, from ZeRO stage 1 (optimizer), 2 (gradients), 3 (parameters) on, also / (data x
     expert x context) where a free dim divides, and / pipe what is not stacked over layers. A pipeline of uneven depth stores rows that
-    belong to no layer: they count. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
+    belong to no layer: they count. Its gradients of embedding and head are whole while microbatches pass, whatever the stage: that is
+    working memory, and does not. Gradients and moments have the parameters' dtype (Rajbhandari et al. 2020, section 5).
     """
     width = DTYPE_BYTES[config.param_dtype]
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}

@@ -81,7 +81,7 @@ class TickTable:
 def simulate_ticks(table: TickTable, costs: Costs | None = None) -> float:
     """Makespan of the table as it is executed: at the end of a tick, stages that exchange wait for one another.
 
-    costs: as for `simulate`, of a whole stage.
+    costs: as for `simulate`, of a whole stage; FB is not used, for a tick runs one action.
     """
     costs = costs or Costs()
     clock = np.zeros(table.shape.num_stages)
