@@ -1,5 +1,7 @@
 """The program of a pipeline: no work in bubbles, no recomputation, messages and memory of the schedule and no more."""
 
+import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -46,6 +48,7 @@ def action_flops(p: Parts) -> dict[str, tuple[int, int]]:
         total = dot_flops(inside)
         ends = sum(dot_flops(eqn.params["body_jaxpr"].jaxpr) for eqn in inside.eqns if eqn.primitive.name == "while")
         found[kind] = (total - ends, ends)
+    assert dot_flops(body) == sum(map(sum, found.values()))  # nothing outside of actions
     return found
 
 
@@ -64,6 +67,62 @@ def test_executed_flops_are_those_of_one_device(schedule: str) -> None:
             executed += layers + (ends if last else 0)
     one_device = parts(schedule, m, {"mesh": {"pipe": 1}})
     assert executed == dot_flops(trace(one_device).jaxpr.jaxpr)
+    assert dot_flops(trace(p).jaxpr.jaxpr) == table.num_ticks * sum(map(sum, flops.values()))  # nothing outside of the loop
+
+
+def products(text: str) -> Iterator[tuple[int, int, str]]:
+    """(loops around a matrix product in a compiled program, loops around it as it was traced, where it comes from)."""
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = head[2]
+            entry = name if head[1] else entry
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+
+    def walk(name: str, depth: int) -> Iterator[tuple[int, int, str]]:
+        for line in bodies[name]:
+            if re.search(r" (dot|convolution)\(|custom-call\(.*(matmul|gemm)", line):
+                source = re.search(r'op_name="([^"]*)"', line)
+                assert source is not None
+                yield depth, source[1].split("/").count("while"), source[1]
+            called = re.findall(r"(body|condition|to_apply|calls|called_computations|branch_computations)=\{?%?([\w.\-]+)", line)
+            for kind, inner in called:
+                yield from walk(inner, depth + (kind == "body"))
+
+    return walk(entry, 0)
+
+
+HOISTED = pytest.mark.xfail(strict=True, reason="XLA moves what an action does not change out of its loop of at most one trip")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schedule": "1f1b"},
+        pytest.param({"schedule": "1f1b", "stash": "inputs"}, marks=HOISTED),
+        pytest.param({"schedule": "zb_h1"}, marks=HOISTED),
+        pytest.param({"schedule": "zb_v", "stash": "inputs"}, marks=[HOISTED, pytest.mark.slow]),
+    ],
+    ids=lambda change: "-".join(change.values()),
+)
+def test_compiled_products_stay_in_their_actions(change: dict[str, Any]) -> None:
+    """What XLA takes out of an action runs in every tick, on every stage."""
+    compiled = trace(parts("1f1b", 8, {"pipeline": change})).lower().compile()
+    found = list(products(compiled.as_text() or ""))
+    assert found
+    assert [product for product in found if product[0] < product[1]] == []
+
+
+@HOISTED
+def test_compiled_products_stay_in_their_actions_in_evaluation() -> None:
+    p = parts("1f1b", 8)
+    batch = p.feed.abstract(p.config.data.global_batch_size, 8)
+    found = list(products(p.eval_step.trace(p.placement.state.params, batch).lower().compile().as_text() or ""))
+    assert found
+    assert [product for product in found if product[0] < product[1]] == []
 
 
 def test_weight_gradients_are_all_left_for_w() -> None:

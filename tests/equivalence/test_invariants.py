@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.build import Parts
 from jaxpar.config.run import RunConfig
-from jaxpar.core.tree import named_leaves
 from jaxpar.mesh.specs import batch_spec
 from jaxpar.ops.random import fold, key_of
-from tests.equivalence.harness import FLOAT32, config, packed_rows, parts_of, rows_of
+from tests.equivalence.harness import FLOAT32, config, natural, packed_rows, parts_of, rows_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data8_zero3": {"mesh": {"data": 8}, "zero_stage": 3},
@@ -21,11 +20,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data2_context2_tensor2": {"mesh": {"data": 2, "context": 2, "tensor": 2}, "zero_stage": 3, "num_microbatches": 2},
     "replica2_tensor2_no_sp": {"mesh": {"replica": 2, "tensor": 2}, "sequence_parallel": False, "zero_stage": 2},
     "context4_ulysses": {"mesh": {"context": 4}, "context": {"method": "ulysses"}},
+    "pipe2_zb_v": {"mesh": {"pipe": 2, "data": 2}, "pipeline": {"schedule": "zb_v"}, "zero_stage": 2, "num_microbatches": 4},
 }
 
 
 def initial_values(run: RunConfig) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(parts_of(run).init_state().params).items()}
+    """By leaf, layers in natural order."""
+    parts = parts_of(run)
+    return natural(parts.layout, parts.init_state().params)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -91,7 +93,7 @@ def text(run: RunConfig) -> np.ndarray:
 def test_sampled_tokens_are_equal_in_float64() -> None:
     want = text(config())
     assert len({tuple(row[5:]) for row in want}) == 4  # rows differ
-    for name in ("tensor4_data2", "data2_context2_tensor2", "context4_ulysses"):
+    for name in ("tensor4_data2", "data2_context2_tensor2", "context4_ulysses", "pipe2_zb_v"):
         np.testing.assert_array_equal(text(config(LAYOUTS[name])), want)
 
 
@@ -109,7 +111,7 @@ def test_curves_are_the_same_over_50_steps(tmp_path: Any) -> None:
     base = {"optimizer": {"lr": 0.1}, "train": {"steps": 50}, "run": {"dir": str(tmp_path)}, "attention": "xla"}
     want = curve(parts_of(config(FLOAT32, base)), 50)
     assert want[-1] < want[0] - 0.02
-    for name in ("data8_zero3", "data2_context2_tensor2"):
+    for name in ("data8_zero3", "data2_context2_tensor2", "pipe2_zb_v"):
         run = config(FLOAT32, base, LAYOUTS[name])
         got = curve(parts_of(run), 50)
         np.testing.assert_allclose(got, want, rtol=1e-5)

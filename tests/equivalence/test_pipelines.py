@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config.checks import check
+from jaxpar.config.checks import check, layout_of
 from jaxpar.config.run import RunConfig
+from jaxpar.config.stages import Stages
 from jaxpar.parallel.pipeline import control
 from jaxpar.schedule.library import FAMILIES, NAMES
 from tests.equivalence.harness import (
@@ -72,9 +73,21 @@ def draw(index: int) -> RunConfig:
             "remat": {"policy": rng.choice(["none", "selective"] if name.startswith("zb") or name == "dualpipe_v" else ["none", "full"])},
             "loss_chunk_tokens": rng.choice([10, 1024]),
         }
-        run = config(change)
+        run = config(change, second_draw(index))
         if num_devices(run) <= 8 and not check(run, num_devices(run)):
             return run
+
+
+GPT: dict[str, Any] = {
+    **{"bias": True, "activation": "gelu", "norm": "layernorm", "positions": "learned", "max_positions": 32},
+    **{"qk_norm": True, "logits_softcap": 4.0},
+}
+
+
+def second_draw(index: int) -> dict[str, Any]:
+    """z-loss and the kind of model, by a generator of their own."""
+    rng = random.Random(8011 + index)
+    return {"z_loss": rng.choice([0.0, 1e-2]), "model": rng.choice([{}, GPT])}
 
 
 def describe(index: int) -> str:
@@ -82,7 +95,8 @@ def describe(index: int) -> str:
     mesh = "-".join(f"{axis}{size}" for axis, size in run.mesh.sizes.items() if size > 1)
     tied = "tied" if run.model.tied_embeddings else "untied"
     depth = f"l{run.model.num_layers}-m{run.num_microbatches}"
-    return f"{index}-{run.pipeline.schedule}-{tied}-{mesh}-{depth}-z{run.zero_stage}-{run.pipeline.stash}-{run.remat.policy}"
+    kind = "gpt" if run.model.bias else "llama"
+    return f"{index}-{run.pipeline.schedule}-{kind}-{tied}-{mesh}-{depth}-z{run.zero_stage}-{run.pipeline.stash}-{run.remat.policy}"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +122,20 @@ def test_the_draw_covers_what_it_should() -> None:
     assert any(run.model.num_layers % run.mesh.pipe for run in runs)
     assert {run.pipeline.stash for run in runs} == {"residuals", "inputs"}
     assert any(sum(size > 1 for size in run.mesh.sizes.values()) >= 3 for run in runs)
+    assert {(run.z_loss > 0, run.model.bias) for run in runs} == {(False, False), (False, True), (True, False), (True, True)}
+    assert any(run.model.dropout > 0 for run in runs)
+    assert any(run.model.num_kv_heads == 2 and run.mesh.tensor > 1 for run in runs)
+    assert any(run.mesh.tensor > 1 and not run.sequence_parallel for run in runs)
+    assert any(run.remat.policy == "full" for run in runs)
+    assert any(run.pipeline.schedule.startswith("zb") and run.mesh.tensor > 1 and not stages_of(run).even for run in runs)
+    fast = [runs[i] for i in DEFAULT]
+    assert {run.model.bias for run in fast} == {run.z_loss > 0 for run in fast} == {True, False}
+
+
+def stages_of(run: RunConfig) -> Stages:
+    stages = layout_of(run, num_devices(run)).stages
+    assert stages is not None
+    return stages
 
 
 SMALL: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 4, "data": {"global_batch_size": 8}}
