@@ -92,25 +92,3 @@ def hlo_shapes(compiled: jax.stages.Compiled, dtype: str) -> set[tuple[int, ...]
     """Shapes of all arrays of a dtype (in HLO's name for it) that the compiled program makes."""
     found = re.findall(rf"\b{dtype}\[([\d,]+)\]", compiled.as_text() or "")
     return {tuple(map(int, text.split(","))) for text in found}
-
-
-def hlo_computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
-    """Lines of each computation of the compiled program, by name."""
-    found: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in (compiled.as_text() or "").splitlines():
-        if opens := re.match(r"(?:ENTRY )?(%[\w.\-]+) .*\{$", line):
-            current = found.setdefault(opens[1], [])
-        else:
-            current.append(line)
-    return found
-
-
-def hlo_dots(computations: dict[str, list[str]], name: str) -> int:
-    """Matrix products that a computation runs itself, also in its fusions and calls, but not in its loops and branches."""
-    total = 0
-    for line in computations[name]:
-        total += bool(re.search(r" (?:dot|custom-call)\(", line)) and ("dot(" in line or "matmul" in line)
-        for inner in re.findall(r"(?:fusion|call)\(.*?(?:calls|to_apply)=(%[\w.\-]+)", line):
-            total += hlo_dots(computations, inner)
-    return total

@@ -88,7 +88,7 @@ def test_tiny_splits_over_eight_tensor_ranks():
         ["mesh.context=4", "mesh.tensor=1"],
     ):
         assert check(load_config(quickstart, mesh), 8) == [], mesh
-    assert 0.9e6 < parameter_count(model("tiny")) < 1.0e6
+    assert 0.7e6 < parameter_count(model("tiny")) < 0.9e6
 
 
 def test_big_example_states_its_bytes():

@@ -95,28 +95,22 @@ def products(text: str) -> Iterator[tuple[int, int, str]]:
     return walk(entry, 0)
 
 
-HOISTED = pytest.mark.xfail(strict=True, reason="XLA moves what an action does not change out of its loop of at most one trip")
+STAY = [("1f1b", "inputs", 8), ("zb_v", "residuals", 8), ("zb_h1", "residuals", 8)]
+STAY_SLOW = [("1f1b", "residuals", 4), ("interleaved", "residuals", 8), ("zb_v", "inputs", 16), ("dualpipe_v", "residuals", 16)]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"schedule": "1f1b"},
-        pytest.param({"schedule": "1f1b", "stash": "inputs"}, marks=HOISTED),
-        pytest.param({"schedule": "zb_h1"}, marks=HOISTED),
-        pytest.param({"schedule": "zb_v", "stash": "inputs"}, marks=[HOISTED, pytest.mark.slow]),
-    ],
-    ids=lambda change: "-".join(change.values()),
-)
-def test_compiled_products_stay_in_their_actions(change: dict[str, Any]) -> None:
-    """What XLA takes out of an action runs in every tick, on every stage."""
-    compiled = trace(parts("1f1b", 8, {"pipeline": change})).lower().compile()
-    found = list(products(compiled.as_text() or ""))
+@pytest.mark.parametrize(("schedule", "stash", "num_layers"), [*STAY, *(pytest.param(*case, marks=pytest.mark.slow) for case in STAY_SLOW)])
+def test_compiled_products_stay_in_their_actions(schedule: str, stash: str, num_layers: int) -> None:
+    """What XLA takes out of an action runs in every tick, on every stage: it did, most where a chunk has one layer."""
+    p = parts(schedule, 8, {"pipeline": {"stash": stash}, "model": {"num_layers": num_layers}})
+    assert p.layout.stages is not None
+    # The loop over a chunk of one layer is none in the compiled program: there, no more is asked than to stay in an action of a tick.
+    deepest = 2 if p.layout.stages.rows_per_chunk == 1 else 99
+    found = list(products(trace(p).lower().compile().as_text() or ""))
     assert found
-    assert [product for product in found if product[0] < product[1]] == []
+    assert [product for product in found if product[0] < min(product[1], deepest)] == []
 
 
-@HOISTED
 def test_compiled_products_stay_in_their_actions_in_evaluation() -> None:
     p = parts("1f1b", 8)
     batch = p.feed.abstract(p.config.data.global_batch_size, 8)
@@ -204,8 +198,8 @@ def test_permutes_move_the_boundary_between_neighbours_and_nothing_else_moves(sc
     assert {nbytes(eqn.invars[0].aval) for eqn in permutes} == {BOUNDARY_BYTES}
     pairs = [tuple(eqn.params["perm"]) for eqn in permutes]
     assert pairs == [directions for pattern in table.patterns for directions in pattern if directions]
-    sent = sum(len(directions) for tick in table.pattern for directions in table.patterns[tick])
-    assert sent == 2 * 8 * (table.shape.num_virtual - 1) - turns(p)
+    put_down = sum(int((column >= 0).sum()) for column in (table.from_below, table.from_above))
+    assert put_down == 2 * 8 * (table.shape.num_virtual - 1) - turns(p)
     traced = trace(p)
     arrays, moved = collectives(traced.jaxpr.jaxpr)
     assert set(arrays) == {Collective("permute", ("pipe",)), Collective("all_reduce", ("pipe",))}

@@ -127,8 +127,8 @@ PIPE2 = {"mesh": {"pipe": 2}, "num_microbatches": 4, "model": {"num_layers": 2}}
     [
         {},
         {"mesh": {"data": 4}, "zero_stage": 3},
-        PIPE2 | {"pipeline": {"schedule": "1f1b"}},
-        PIPE2 | {"pipeline": {"schedule": "zb_h1"}},
+        pytest.param(PIPE2 | {"pipeline": {"schedule": "1f1b"}}, marks=pytest.mark.slow),
+        pytest.param(PIPE2 | {"pipeline": {"schedule": "zb_h1"}}, marks=pytest.mark.slow),
     ],
     ids=["one_device", "data4_zero3", "pipe2_1f1b", "pipe2_zb_h1"],
 )

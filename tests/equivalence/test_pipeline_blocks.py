@@ -126,11 +126,8 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 
 
-HOISTED = pytest.mark.xfail(strict=True, reason="XLA moves F out of its loop of at most one trip: it runs in every tick, on every stage")
-
-
-@pytest.mark.parametrize("stash", ["residuals", pytest.param("inputs", marks=HOISTED)])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in ("zb_v-l7-m4", "1f1b-l6-m2") else [pytest.mark.slow]) for c in COUNTS])
+@pytest.mark.parametrize("stash", ["residuals", "inputs"])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "zb_v-l7-m4" else [pytest.mark.slow]) for c in COUNTS])
 def test_blocks_run_once_a_microbatch_and_never_in_bubbles(case: str, stash: str) -> None:
     """Counted where they run: each layer once for each microbatch, twice where its stage is computed again; no row of no layer."""
     run = config(FLOAT32, {"data": {"global_batch_size": 12}}, COUNTS[case], {"pipeline": {"stash": stash}})

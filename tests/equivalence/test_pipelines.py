@@ -37,7 +37,7 @@ from tests.equivalence.harness import (
 STAGES = (2, 3, 4, 8)
 PLAIN = [(name, tied, stages) for name in NAMES for tied in (True, False) for stages in STAGES]
 CASES = PLAIN + [(name, True, stages) for name in ("zb_h1", "zb_v", "interleaved", "dualpipe_v") for stages in (2, 4)]
-DEFAULT = (0, 13, 22, 28, 37, 42, 50)  # one of each schedule; the others are slow
+DEFAULT = (13, 22, 28, 42)  # the others are slow
 
 
 def draw(index: int) -> RunConfig:
@@ -106,7 +106,7 @@ def test_float64_gate(index: int) -> None:
     assert_float64(draw(index))
 
 
-@pytest.mark.parametrize("index", [pytest.param(4, marks=pytest.mark.slow), 36])
+@pytest.mark.parametrize("index", [pytest.param(i, marks=pytest.mark.slow) for i in (4, 36)])
 def test_float32_gate(index: int) -> None:
     change = draw(index).model_dump(include={"mesh", "model", "pipeline", "num_microbatches", "data", "zero_stage"})
     assert_float32(config(change, FLOAT32))
@@ -115,7 +115,7 @@ def test_float32_gate(index: int) -> None:
 def test_the_draw_covers_what_it_should() -> None:
     runs = [draw(i) for i in range(len(CASES))]
     assert len(runs) >= 60
-    assert {CASES[i][0] for i in DEFAULT} == set(NAMES)
+    assert {CASES[i][0] for i in DEFAULT} == {"1f1b", "interleaved", "zb_h1", "zb_v"}
     assert {run.num_microbatches - run.mesh.pipe for run in runs} >= {-7, -3, -1, 0, 1}
     assert {run.zero_stage for run in runs} == {0, 1, 2, 3}
     assert {run.context.method for run in runs if run.mesh.context > 1} == {"ring", "all_gather", "ulysses"}
@@ -151,7 +151,7 @@ def two_steps(run: RunConfig) -> Mapping[str, np.ndarray]:
         return natural(parts.layout, state.params)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ("1f1b", "zb_v") else [pytest.mark.slow]) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "zb_v" else [pytest.mark.slow]) for n in NAMES])
 def test_two_steps_of_sgd_give_the_same_weights(name: str) -> None:
     model = {"model": {"num_layers": 5, "tied_embeddings": True}}
     want = two_steps(config(SMALL, model, {"mesh": {"pipe": 1}, "num_microbatches": 1}))
@@ -159,7 +159,14 @@ def test_two_steps_of_sgd_give_the_same_weights(name: str) -> None:
     assert max(relative_l2(got[leaf], want[leaf]) for leaf in want) < 1e-12
 
 
-@pytest.mark.parametrize("change", [{"schedule": "1f1b"}, {"schedule": "zb_v"}, {"schedule": "interleaved", "stash": "inputs"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"schedule": "1f1b"}, marks=pytest.mark.slow),
+        {"schedule": "zb_v"},
+        pytest.param({"schedule": "interleaved", "stash": "inputs"}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_waits_in_unused_slots_changes_nothing(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Law L6: buffers full of NaN, rows of no layer full of NaN, and bubbles that would spread them if they ran."""
     run = config(SMALL, {"model": {"num_layers": 7}, "pipeline": change})
@@ -201,7 +208,7 @@ def test_evaluation_and_sampling_on_stages_equal_one_device() -> None:
             return float(sums["loss"]) / float(weights["loss"]), np.asarray(text)
 
     loss, text = results({"mesh": {"pipe": 1}})
-    for change in ({"pipeline": {"schedule": "zb_v"}}, {"mesh": {"pipe": 4}}, {"mesh": {"tensor": 2}, "zero_stage": 3}):
+    for change in ({"pipeline": {"schedule": "zb_v"}}, {"mesh": {"pipe": 4, "tensor": 2}, "zero_stage": 3}):
         got_loss, got_text = results(change)
         assert abs(got_loss - loss) < 1e-12
         assert (got_text == text).all()
