@@ -51,7 +51,7 @@ def assert_same_curve(command: Command, folder: str, straight: list[float]) -> l
     return rows
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))])
 def test_a_signal_saves_and_the_same_command_goes_on(command: Command, straight: list[float], number: signal.Signals) -> None:
     folder = f"run.dir={number.name}"
     code, out, err = command.stop_at(5, number, *SAME, *ONE_MESH, folder)

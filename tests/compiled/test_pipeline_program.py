@@ -142,6 +142,7 @@ def temporaries(schedule: str, microbatches: int) -> int:
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
     tokens = 3 * (64 - 8) * ROWS * SEQ * 4  # the batch itself
     assert temporaries("1f1b", 64) <= temporaries("1f1b", 8) + tokens
@@ -161,7 +162,10 @@ def stash_bytes(schedule: str, microbatches: int) -> tuple[int, int]:
     return sum(nbytes(aval) for aval in arrays), lead[0] * lead[1]
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("gpipe", 64), ("1f1b", 64), ("interleaved", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("gpipe", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpipe", 64), ("1f1b", 64), ("interleaved", 8)))],
+)
 def test_stash_is_slots_times_bytes_and_compiled_memory_follows(schedule: str, microbatches: int) -> None:
     """A layer of a slot has the same bytes under every schedule; XLA's temporaries differ by those of the slots, to within one."""
     base, base_layers = stash_bytes("1f1b", 8)
@@ -225,6 +229,7 @@ def test_gradients_are_reduced_over_data_once_a_step() -> None:
     assert arrays[Collective("reduce_scatter", ("pipe", "data"))] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_program_does_not_grow_with_microbatches_or_layers(schedule: str) -> None:
     few, many = parts(schedule, 8), parts(schedule, 64)

@@ -15,7 +15,11 @@ def traced(change: dict[str, Any]) -> jax.stages.Traced:
     return trace(parts_of(config(FLOAT32, change)))
 
 
-@pytest.mark.parametrize("change", [{}, {"mesh": {"data": 2, "context": 2, "tensor": 2}, "zero_stage": 3}], ids=["one", "eight"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, pytest.param({"mesh": {"data": 2, "context": 2, "tensor": 2}, "zero_stage": 3}, marks=pytest.mark.slow)],
+    ids=["one", "eight"],
+)
 def test_size_does_not_grow_with_layers_or_microbatches(change: dict[str, Any]) -> None:
     change, deep = {"data": {"global_batch_size": 64}} | change, {"model": {"num_layers": 48}}
     two, eight = {"num_microbatches": 2}, {"num_microbatches": 8}

@@ -90,6 +90,7 @@ def text(run: RunConfig) -> np.ndarray:
         return np.asarray(done)[:, :17]
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_equal_in_float64() -> None:
     want = text(config())
     assert len({tuple(row[5:]) for row in want}) == 4  # rows differ
@@ -107,6 +108,7 @@ def curve(parts: Parts, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_curves_are_the_same_over_50_steps(tmp_path: Any) -> None:
     base = {"optimizer": {"lr": 0.1}, "train": {"steps": 50}, "run": {"dir": str(tmp_path)}, "attention": "xla"}
     want = curve(parts_of(config(FLOAT32, base)), 50)

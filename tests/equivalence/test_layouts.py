@@ -74,12 +74,12 @@ def cases(numbers: range, num_default: int) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("index", cases(range(NUM_DRAWN), num_default=18))
+@pytest.mark.parametrize("index", cases(range(NUM_DRAWN), num_default=6))
 def test_float64_gate(index: int) -> None:
     assert_float64(draw(index)[1])
 
 
-@pytest.mark.parametrize("index", cases(range(NUM_DRAWN, NUM_DRAWN + NUM_FLOAT32), num_default=3))
+@pytest.mark.parametrize("index", cases(range(NUM_DRAWN, NUM_DRAWN + NUM_FLOAT32), num_default=1))
 def test_float32_gate(index: int) -> None:
     name, run = draw(index)
     assert_float32(

@@ -44,7 +44,7 @@ TERMS: dict[str, tuple[dict[str, Any], ...]] = {
     "interleaved-tensor": ({"pipeline": {"schedule": "interleaved"}}, TENSOR),
     "tensor": ({"mesh": {"pipe": 1}, "num_microbatches": 1}, TENSOR),
 }
-FAST = ("1f1b-tensor-no_sp", "zb_v-tensor", "interleaved-data")
+FAST = ("zb_v-tensor",)
 SMALL: dict[str, Any] = {"model": {"num_layers": 5}, "data": {"global_batch_size": 8}, "z_loss": 1e-2}
 
 

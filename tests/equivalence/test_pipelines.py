@@ -37,7 +37,7 @@ from tests.equivalence.harness import (
 STAGES = (2, 3, 4, 8)
 PLAIN = [(name, tied, stages) for name in NAMES for tied in (True, False) for stages in STAGES]
 CASES = PLAIN + [(name, True, stages) for name in ("zb_h1", "zb_v", "interleaved", "dualpipe_v") for stages in (2, 4)]
-DEFAULT = (13, 22, 28, 42)  # the others are slow
+DEFAULT = (22, 42)  # the others are slow
 
 
 def draw(index: int) -> RunConfig:
@@ -115,7 +115,7 @@ def test_float32_gate(index: int) -> None:
 def test_the_draw_covers_what_it_should() -> None:
     runs = [draw(i) for i in range(len(CASES))]
     assert len(runs) >= 60
-    assert {CASES[i][0] for i in DEFAULT} == {"1f1b", "interleaved", "zb_h1", "zb_v"}
+    assert {CASES[i][0] for i in DEFAULT} == {"interleaved", "zb_v"}
     assert {run.num_microbatches - run.mesh.pipe for run in runs} >= {-7, -3, -1, 0, 1}
     assert {run.zero_stage for run in runs} == {0, 1, 2, 3}
     assert {run.context.method for run in runs if run.mesh.context > 1} == {"ring", "all_gather", "ulysses"}
@@ -151,7 +151,7 @@ def two_steps(run: RunConfig) -> Mapping[str, np.ndarray]:
         return natural(parts.layout, state.params)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "zb_v" else [pytest.mark.slow]) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_two_steps_of_sgd_give_the_same_weights(name: str) -> None:
     model = {"model": {"num_layers": 5, "tied_embeddings": True}}
     want = two_steps(config(SMALL, model, {"mesh": {"pipe": 1}, "num_microbatches": 1}))
@@ -194,6 +194,7 @@ def with_nans(layout: Any, params: Any) -> Any:
     return params
 
 
+@pytest.mark.slow
 def test_evaluation_and_sampling_on_stages_equal_one_device() -> None:
     rows = packed_rows(8, 32, 96)
 

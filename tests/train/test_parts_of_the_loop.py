@@ -132,6 +132,7 @@ def test_flops_of_another_model_are_six_per_matmul_parameter(make: Make) -> None
     assert "not counted" in words
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_is_laid_out_like_ours(make: Make) -> None:
     ours = make("optimizer.name=adamw", "optimizer.weight_decay=0", "mesh.data=4", "zero_stage=1", devices=4)
     rule = optax.scale_by_adam(ours.config.optimizer.beta1, ours.config.optimizer.beta2, ours.config.optimizer.eps)
@@ -175,6 +176,7 @@ def test_no_tensorboard_library_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert "pip install 'jaxpar[log]'" in log.missing
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_layout(make: Make) -> None:
     texts = []
     for overrides, devices in ((), 1), (("mesh.tensor=2", "mesh.data=2"), 4), (("mesh.context=2", "zero_stage=3"), 2):

@@ -190,7 +190,8 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-@pytest.mark.parametrize("way", [("interleaved", "zb_v", "none"), pytest.param(("none", "list", "interleaved"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("interleaved", "zb_v", "none"), ("none", "list", "interleaved")])
 def test_stopped_and_killed_under_one_schedule_and_gone_on_under_another(
     make: Make, whole: tuple[Result, Any], way: tuple[str, ...]
 ) -> None:
