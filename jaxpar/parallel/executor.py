@@ -13,16 +13,15 @@ backward pass; every term of the loss carries its own (sum, weight).
 """
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.core.typing import Array, Params
-from jaxpar.core.vma import vary, varying
+from jaxpar.core.vma import vary
 from jaxpar.mesh.specs import is_plan
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.parallel.pipeline.evaluate import pipeline_logits, pipeline_sums
 from jaxpar.parallel.pipeline.gradients import pipeline_gradients
 from jaxpar.parallel.reduce import reduce_gradients
-from jaxpar.parallel.terms import Key, global_means, global_sum, over_microbatches, total_weights
+from jaxpar.parallel.terms import Key, cotangents, global_means, global_sum, over_microbatches, total_weights
 from jaxpar.parallel.zero import scatter_gradient
 
 
@@ -38,14 +37,14 @@ def loss_and_gradients(forward: Forward, params: Params, batch: Batch, key: Key 
     params = vary(params, layout.token_axes)
     weights = total_weights(forward, params, batch, key)
 
-    def minimised(params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
+    def minimised(params: Params, rows: Batch) -> tuple[dict[str, Array], dict[str, Array]]:
         sums = {name: total for name, (total, _) in forward.terms(params, rows, key).items()}
-        parts = [coefficient * sums[name] / weights[name] for name, coefficient in forward.model.loss_terms.items()]
-        return sum(parts[1:], parts[0]), sums
+        return {name: sums[name] for name in forward.model.loss_terms}, sums
 
     def gradients(rows: Batch) -> tuple[Params, dict[str, Array]]:
-        loss, pullback, sums = jax.vjp(lambda p: minimised(p, rows), params, has_aux=True)
-        (grads,) = pullback(vary(jnp.ones_like(loss), tuple(varying(loss))))
+        totals, pullback, sums = jax.vjp(lambda p: minimised(p, rows), params, has_aux=True)
+        scale = {name: coefficient / weights[name] for name, coefficient in forward.model.loss_terms.items()}
+        (grads,) = pullback(cotangents(totals, scale))
         if layout.zero_stage == 2:
             grads = jax.tree.map(lambda plan, g: scatter_gradient(plan, g), forward.plans, grads, is_leaf=is_plan)
         return grads, sums

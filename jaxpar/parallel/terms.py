@@ -61,3 +61,12 @@ def global_sum(layout: Layout, x: Array) -> Array:
 def global_means(layout: Layout, sums: dict[str, Array], weights: dict[str, Array]) -> dict[str, Array]:
     """Sum / weight of each term over the global batch."""
     return {name: global_sum(layout, total) / weights[name] for name, total in sums.items()}
+
+
+def cotangents(totals: dict[str, Array], scale: dict[str, Array]) -> dict[str, Array]:
+    """What each minimised sum is multiplied with in the loss, of the sum's type.
+
+    Sums are not added up before: one that is alike on all `tensor` ranks, added to one that differs between them, would be marked as
+    varying, and the transpose of that mark counts it once a rank.
+    """
+    return {name: vary(scale[name].astype(total.dtype), tuple(varying(total))) for name, total in totals.items()}

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary, varying
@@ -14,6 +13,7 @@ from jaxpar.parallel.pipeline.layer import Known
 from jaxpar.parallel.pipeline.program import AXIS, Program, Type, trace, varying_of
 from jaxpar.parallel.pipeline.split import Split, split
 from jaxpar.parallel.pipeline.stage import Stage, type_of
+from jaxpar.parallel.terms import cotangents
 
 Gradients = dict[int, Array]  # by leaf of (embed, head)
 
@@ -93,13 +93,12 @@ class Ends:
         def program(weights: tuple[Params, Params], known: Known, scale: dict[str, Array], y: Array) -> PyTree:
             ctx = forward.context(known.rows, known.key, known.shared)
 
-            def minimised(embed: Params, head: Params, y: Array) -> tuple[Array, Terms]:
+            def minimised(embed: Params, head: Params, y: Array) -> tuple[dict[str, Array], Terms]:
                 terms = alike(forward.model.head(head, embed, y, known.rows["targets"], known.rows["weights"], ctx))
-                parts = [scale[name] * terms[name][0] for name in scale if name in terms]
-                return (sum(parts[1:], parts[0]) if parts else jnp.zeros((), y.dtype)), terms
+                return {name: terms[name][0] for name in scale if name in terms}, terms
 
-            loss, pullback, terms = jax.vjp(minimised, *weights, y, has_aux=True)
-            dembed, dhead, dy = pullback(vary(jnp.ones_like(loss), tuple(varying(loss))))
+            totals, pullback, terms = jax.vjp(minimised, *weights, y, has_aux=True)
+            dembed, dhead, dy = pullback(cotangents(totals, scale))
             return vary(terms, (AXIS,)), vary(dy, tuple(varying(y))), dembed, dhead
 
         return trace(program, self._weights, self.stage.known_type, self.scale, self.stage.boundary)
