@@ -6,6 +6,7 @@ Axis = Literal["pipe", "replica", "data", "expert", "context", "tensor"]
 
 # Outer to inner: `tensor` is innermost so that it stays on the fastest links of a host.
 AXES: tuple[str, ...] = get_args(Axis)
+MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)  # of a config
 BATCH_AXES = ("replica", "data", "expert")  # split the rows of a batch
 ZERO_AXES = ("data", "expert", "context")  # shard optimizer state, gradients, parameters of dense layers
 

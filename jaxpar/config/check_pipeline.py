@@ -7,7 +7,7 @@ made for a pipeline stays legal on one stage.
 import math
 from collections.abc import Iterator
 
-from jaxpar.config.axes import AXES, BATCH_AXES
+from jaxpar.config.axes import BATCH_AXES, MESH_KEYS
 from jaxpar.config.depth import layers_per_stage
 from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
@@ -19,7 +19,6 @@ from jaxpar.schedule.from_csv import read_csv
 from jaxpar.schedule.library import FAMILIES, alternative, build_schedule, least_microbatches, schedule_problems
 from jaxpar.schedule.measure import most_deferred
 
-MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)
 SECTION_KEYS = ("pipeline.schedule", "pipeline.chunks_per_stage")
 KEYS = (*SECTION_KEYS, "num_microbatches", *MESH_KEYS)
 DEPTH_KEYS = ("model.num_layers", "pipeline.layers_per_stage", *KEYS)

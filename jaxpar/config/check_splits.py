@@ -4,14 +4,13 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 
-from jaxpar.config.axes import AXES, BATCH_AXES, DIMS
+from jaxpar.config.axes import AXES, BATCH_AXES, DIMS, MESH_KEYS
 from jaxpar.config.layout import Layout, LayoutError, plan_leaf
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.sizes import parameter_table
 
-MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)
 SHOWN = 16  # sizes listed in a message
 
 # What a dim may be split over. Dims not named here (of the user's own) are treated as `mlp`.

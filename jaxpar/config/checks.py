@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxpar.config.axes import AXES
+from jaxpar.config.axes import MESH_KEYS
 from jaxpar.config.check_pipeline import pipeline_problems
 from jaxpar.config.check_sections import section_problems
 from jaxpar.config.check_splits import rule_problems, split_problems
@@ -64,7 +64,6 @@ def layout_of(config: RunConfig, num_devices: int | None) -> Layout:
 
 def mesh_problems(mesh: MeshConfig, num_devices: int | None) -> Iterator[Problem]:
     """Axis sizes: one -1 at most, the others at least 1, the product equal to the devices."""
-    keys = tuple(f"mesh.{axis}" for axis in AXES)
     sizes = mesh.sizes
     bad = [axis for axis, size in sizes.items() if size < 1 and size != -1]
     for axis in bad:
@@ -76,21 +75,21 @@ def mesh_problems(mesh: MeshConfig, num_devices: int | None) -> Iterator[Problem
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"mesh.{axis}" for axis in open_axes)
-        yield Problem(keys, f"{names} are -1; only one axis can take the devices that are left; set the others to 1")
+        yield Problem(MESH_KEYS, f"{names} are -1; only one axis can take the devices that are left; set the others to 1")
     elif num_devices is not None and not bad:
-        yield from _product_problem(sizes, open_axes, num_devices, keys)
+        yield from _product_problem(sizes, open_axes, num_devices)
 
 
-def _product_problem(sizes: dict[str, int], open_axes: list[str], num_devices: int, keys: tuple[str, ...]) -> Iterator[Problem]:
+def _product_problem(sizes: dict[str, int], open_axes: list[str], num_devices: int) -> Iterator[Problem]:
     fixed = math.prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "all axes 1"
     if open_axes and num_devices % fixed:
         works = [str(n) for n in divisors(num_devices)]
         text = f"mesh.{open_axes[0]}: -1, but {num_devices} devices do not divide by the other axes: {shown} = {fixed}"
-        yield Problem(keys, f"{text}; their product may be {', '.join(works)}")
+        yield Problem(MESH_KEYS, f"{text}; their product may be {', '.join(works)}")
     elif not open_axes and fixed != num_devices:
         less = "; a mesh smaller than the devices would leave some idle" if fixed < num_devices else ""
-        yield Problem(keys, f"mesh: {shown} = {fixed}, but there are {num_devices} devices{less}; {_fitting(sizes, num_devices)}")
+        yield Problem(MESH_KEYS, f"mesh: {shown} = {fixed}, but there are {num_devices} devices{less}; {_fitting(sizes, num_devices)}")
 
 
 def _fitting(sizes: dict[str, int], num_devices: int) -> str:

@@ -21,7 +21,7 @@ from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.parallel.pipeline.evaluate import pipeline_logits, pipeline_sums
 from jaxpar.parallel.pipeline.gradients import pipeline_gradients
 from jaxpar.parallel.reduce import reduce_gradients
-from jaxpar.parallel.terms import Key, cotangents, global_means, global_sum, over_microbatches, total_weights
+from jaxpar.parallel.terms import Key, cotangents, global_means, global_totals, over_microbatches, total_weights
 from jaxpar.parallel.zero import scatter_gradient
 
 
@@ -58,8 +58,7 @@ def sum_terms(forward: Forward, params: Params, batch: Batch) -> tuple[dict[str,
     if forward.ticks is not None:
         return pipeline_sums(forward, params, batch)
     totals = over_microbatches(lambda rows: forward.terms(params, rows, None), batch)
-    summed = {name: (global_sum(forward.layout, s), global_sum(forward.layout, w)) for name, (s, w) in totals.items()}
-    return {name: s for name, (s, _) in summed.items()}, {name: w for name, (_, w) in summed.items()}
+    return global_totals(forward.layout, totals)
 
 
 def logits(forward: Forward, params: Params, batch: Batch) -> Array:

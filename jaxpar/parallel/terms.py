@@ -10,7 +10,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
 from jaxpar.config.layout import Layout
-from jaxpar.core.typing import Array, Params
+from jaxpar.core.typing import Array, Params, Terms
 from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.forward import Batch, Forward
 
@@ -56,6 +56,11 @@ def global_sum(layout: Layout, x: Array) -> Array:
     """Sum over every axis that splits tokens; a value that is alike on all `tensor` ranks counts once."""
     axes = tuple(axis for axis in layout.sizes if axis in varying(x))
     return lax.psum(x, axes) if axes else x
+
+
+def global_totals(layout: Layout, terms: Terms) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(sums, weights) of each term over the global batch."""
+    return {name: global_sum(layout, s) for name, (s, _) in terms.items()}, {name: global_sum(layout, w) for name, (_, w) in terms.items()}
 
 
 def global_means(layout: Layout, sums: dict[str, Array], weights: dict[str, Array]) -> dict[str, Array]:

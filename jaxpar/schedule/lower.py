@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpar.schedule.actions import Action, Schedule
-from jaxpar.schedule.dependencies import gives
+from jaxpar.schedule.actions import KINDS, Action, Schedule
+from jaxpar.schedule.dependencies import Message, gives, message_of
 from jaxpar.schedule.simulate import simulate
-from jaxpar.schedule.ticks import COLUMNS, KINDS, NONE, POOLS, Pairs, Pool, TickTable, simulate_ticks
-from jaxpar.schedule.timing import Message, Timing, fewest_ticks, meetings, message_of
+from jaxpar.schedule.ticks import COLUMNS, NONE, POOLS, Pairs, Pool, TickTable, simulate_ticks
+from jaxpar.schedule.timing import Timing, fewest_ticks, meetings
 
 TOLERANCE = 1.01  # of the ideal makespan: what fewer ticks may cost
 

@@ -16,7 +16,7 @@ from jaxpar.parallel.pipeline.layer import Known, trace_block
 from jaxpar.parallel.pipeline.loop import Mail, Tick, empty_mail, run_ticks
 from jaxpar.parallel.pipeline.program import AXIS, trace
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, make_stage
-from jaxpar.parallel.terms import global_sum
+from jaxpar.parallel.terms import global_totals
 from jaxpar.schedule.evaluation import forward_schedule
 from jaxpar.schedule.lower import lower
 
@@ -32,8 +32,7 @@ def pipeline_sums(forward: Forward, params: Params, batch: Batch) -> tuple[dict[
 
     head, blocks = _run(forward, params, batch, finish)
     forward.check_names(blocks, head)
-    summed = {name: (global_sum(forward.layout, s), global_sum(forward.layout, w)) for name, (s, w) in (blocks | head).items()}
-    return {name: s for name, (s, _) in summed.items()}, {name: w for name, (_, w) in summed.items()}
+    return global_totals(forward.layout, blocks | head)
 
 
 def pipeline_logits(forward: Forward, params: Params, batch: Batch) -> Array:

@@ -12,8 +12,8 @@ from jaxpar.core.typing import Array
 from jaxpar.core.vma import vary, varying
 from jaxpar.parallel.pipeline.control import buffer, get, put, run_if
 from jaxpar.parallel.pipeline.program import AXIS, Type
-from jaxpar.schedule.actions import Kind
-from jaxpar.schedule.ticks import COLUMNS, KINDS, NONE, Pairs, TickTable
+from jaxpar.schedule.actions import KINDS, Kind
+from jaxpar.schedule.ticks import COLUMNS, NONE, Pairs, TickTable
 
 S = TypeVar("S")
 
