@@ -36,7 +36,7 @@ def pipeline_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
         yield from _size_problems(config, pipe)
         schedule = _schedule_once_mended(config, pipe)
     shape = schedule and schedule.shape
-    too_few = list(_depth_problems(config, pipe, shape))
+    too_few = list(_depth_problems(config, pipe))
     misfit = [] if too_few else list(_layer_list_problems(config, shape))
     yield from too_few + misfit
     if schedule is not None and not too_few and schedule.splits_backward and config.remat.policy == "full":
@@ -115,27 +115,15 @@ def _schedule_once_mended(config: RunConfig, pipe: int) -> Schedule | None:
         return None
 
 
-def _depth_problems(config: RunConfig, pipe: int, shape: Shape | None) -> Iterator[Problem]:
-    """Fewer layers than stages. shape None: chunks are not known, and count as one."""
-    num_layers, chunks = config.model.num_layers, 1 if shape is None else shape.num_chunks
-    virtual = pipe * chunks
-    if virtual > num_layers:
+def _depth_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
+    """Fewer layers than devices of a pipeline. Chunks may be without a layer: those of a V are given, and a device has others."""
+    num_layers = config.model.num_layers
+    if pipe > num_layers:
         unset = " pipeline.layers_per_stage=null" if isinstance(config.pipeline.layers_per_stage, tuple) else ""
-        text = f"model.num_layers: {num_layers}, fewer than the {virtual} stages of {_stages_in_words(pipe, chunks)}"
-        works = f"model.num_layers={virtual}{unset} would work, or {_fewer_stages(config, pipe, chunks)}{unset}"
-        yield Problem(DEPTH_KEYS, f"{text}; {works}")
-
-
-def _fewer_stages(config: RunConfig, pipe: int, chunks: int) -> str:
-    """Overrides that leave each stage a layer: fewer chunks where that is enough, else fewer stages."""
-    name, num_layers = config.pipeline.schedule, config.model.num_layers
-    if name.endswith(".csv"):  # of one size only
-        return " ".join([*([f"mesh.pipe={num_layers}"] if num_layers < pipe else []), *_with_1f1b(config)])
-    if num_layers < pipe:
-        return f"mesh.pipe={max(1, num_layers // chunks)}"
-    if name in FAMILIES and FAMILIES[name].num_chunks is not None:
-        return " ".join(_with_1f1b(config))
-    return f"{'' if name in FAMILIES else 'pipeline.schedule=interleaved '}pipeline.chunks_per_stage={num_layers // pipe}"
+        own = config.pipeline.schedule.endswith(".csv")  # of one size only
+        fewer = " ".join([f"mesh.pipe={num_layers}", *(_with_1f1b(config) if own else [])])
+        text = f"model.num_layers: {num_layers}, fewer than the {pipe} stages of mesh.pipe={pipe}"
+        yield Problem(DEPTH_KEYS, f"{text}; model.num_layers={pipe}{unset} would work, or {fewer}{unset}")
 
 
 def _with_1f1b(config: RunConfig) -> list[str]:
@@ -152,14 +140,16 @@ def _layer_list_problems(config: RunConfig, shape: Shape | None) -> Iterator[Pro
     text, works = f"pipeline.layers_per_stage: {list(asked)}", "pipeline.layers_per_stage=null"
     if shape is not None:
         works = str(list(balanced_layers(num_layers, shape.num_virtual, 0.0)))
-    if empty := [virtual for virtual, count in enumerate(asked) if count < 1]:
-        rule = f"gives {asked[empty[0]]} layers to stage {', '.join(map(str, empty))}, and each needs 1 or more"
-        yield Problem(DEPTH_KEYS, f"{text} {rule}; {works} would work")
+    if negative := [count for count in asked if count < 0]:
+        yield Problem(DEPTH_KEYS, f"{text} gives a stage {negative[0]} layers, fewer than 0; {works} would work")
     elif shape is not None and len(asked) != shape.num_virtual:
         stages = _stages_in_words(shape.num_stages, shape.num_chunks)
         yield Problem(DEPTH_KEYS, f"{text} has {len(asked)} numbers, but {stages} makes {shape.num_virtual} stages; {works} would work")
     elif shape is not None and sum(asked) != num_layers:
         yield Problem(DEPTH_KEYS, f"{text} is {sum(asked)} layers, but model.num_layers={num_layers}; {works} would work")
+    elif shape is not None and (empty := sorted(set(range(shape.num_stages)) - {shape.stage(v) for v, n in enumerate(asked) if n})):
+        rule = f"gives no layer to stage {', '.join(map(str, empty))} of mesh.pipe={shape.num_stages}, and each needs 1 or more"
+        yield Problem(DEPTH_KEYS, f"{text} {rule}; {works} would work")
 
 
 def _stages_in_words(pipe: int, chunks: int) -> str:

@@ -32,6 +32,11 @@ class Stages:
         """True where every chunk is full."""
         return min(self.layers_per_stage) == self.rows_per_chunk
 
+    @property
+    def empty(self) -> int:
+        """Virtual stages without a layer: what a microbatch passes on its way and is not changed by."""
+        return self.layers_per_stage.count(0)
+
     def first_layer(self, virtual: int) -> int:
         return sum(self.layers_per_stage[:virtual])
 
@@ -56,11 +61,12 @@ class Stages:
 def balanced_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
     """Layers of each virtual stage such that the slowest is as fast as it can be, and the others as even as they can be.
 
-    head_layers: what the output head of the last virtual stage costs, in layers. Every virtual stage gets one layer at least.
+    head_layers: what the output head of the last virtual stage costs, in layers. Every virtual stage gets one layer at least; of fewer
+    layers than that, the first stages get one each, which gives each device as many as any other or one less, in a loop and in a V.
     What is balanced is F and B together. Not seen: that the head runs in B (or I) alone and not in F, that of a split backward pass
     I has more of the head than W, that remat computes layers again and never the head, and memory.
     """
-    counts = [1] * num_virtual
+    counts = [1 if i < num_layers else 0 for i in range(num_virtual)]
     for _ in range(num_layers - num_virtual):
         # The last stage is filled last among equals: its head comes on top, and the embedding costs next to nothing.
         cost = [count + (head_layers if i == num_virtual - 1 else 0) for i, count in enumerate(counts)]

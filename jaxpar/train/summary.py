@@ -61,7 +61,9 @@ def pipeline_words(parts: Parts) -> str:
     layers = " ".join(map(str, stages.layers_per_stage))
     bubble = f"idle {100 * timeline.bubble_of_makespan:.1f} % of the makespan if F = I = W"
     held = f"{max(timeline.peak_in_flight):g} microbatches in flight at most"
-    return f"{timeline.schedule.name}, {parts.config.num_microbatches} microbatches through stages of {layers} layers: {bubble}, {held}"
+    empty = f" ({stages.empty} of them without; model.num_layers={len(stages.layers_per_stage)} fills them)" if stages.empty else ""
+    schedule = f"{timeline.schedule.name}, {parts.config.num_microbatches} microbatches"
+    return f"{schedule} through stages of {layers} layers{empty}: {bubble}, {held}"
 
 
 def device_bytes(tree: PyTree) -> int:

@@ -184,6 +184,23 @@ def test_what_waits_in_unused_slots_changes_nothing(change: dict[str, Any], monk
     assert max(relative_l2(grads[leaf], want[leaf]) for leaf in want) < 1e-11
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pipeline": {"schedule": "zb_v"}, "mesh": {"tensor": 2}, "zero_stage": 3},
+        {"pipeline": {"schedule": "dualpipe_v", "layers_per_stage": (0, 0, 1, 0, 2, 0, 1, 1)}, "mesh": {"context": 2}},
+        {"pipeline": {"schedule": "interleaved:3", "stash": "inputs"}, "mesh": {"data": 2}, "remat": {"policy": "full"}},
+        {"pipeline": {"schedule": "interleaved"}, "model": {"num_layers": 4, "tied_embeddings": True}},
+    ],
+    ids=["zb_v", "dualpipe_v", "interleaved_3", "interleaved_2"],
+)
+def test_chunks_without_layers_pass_on_what_they_get(change: dict[str, Any]) -> None:
+    run = config(SMALL, {"mesh": {"pipe": 4}, "num_microbatches": 9, "data": {"global_batch_size": 18}, "model": {"num_layers": 5}}, change)
+    assert stages_of(run).empty
+    assert_float64(run)
+
+
 def with_nans(layout: Any, params: Any) -> Any:
     if layout.stages is None:
         return params
