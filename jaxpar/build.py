@@ -14,6 +14,7 @@ from jaxpar.checkpoint.store import CheckpointStore
 from jaxpar.config.checks import layout_of
 from jaxpar.config.depth import schedule_of
 from jaxpar.config.layout import Layout
+from jaxpar.config.moe import MoeConfig
 from jaxpar.config.run import RunConfig
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array
@@ -27,7 +28,10 @@ from jaxpar.ops.attention import AttentionSpec, choose_kernel
 from jaxpar.optim.build import build_optimizer, clip_factor
 from jaxpar.optim.schedule import learning_rate
 from jaxpar.parallel.context.select import select
-from jaxpar.parallel.ctx import AttendFn
+from jaxpar.parallel.ctx import AttendFn, DispatchFn
+from jaxpar.parallel.dispatch.all_to_all import all_to_all
+from jaxpar.parallel.dispatch.local import local
+from jaxpar.parallel.dispatch.ragged import Ragged
 from jaxpar.parallel.forward import Forward
 from jaxpar.parallel.lint import check_reductions
 from jaxpar.parallel.vocab import LossSpec
@@ -147,8 +151,8 @@ def build(
     optimizer = build_optimizer(config.optimizer, config.train.steps, param_names(model)) if optimizer is None else optimizer
     stages = layout.stages
     if stages is not None and sum(stages.layers_per_stage) != model.num_layers:
-        text = f"model.num_layers: {config.model.num_layers} in the config, {model.num_layers} in the model"
-        raise ValueError(f"{text}; a pipeline divides the layers by the config: set model.num_layers={model.num_layers}")
+        text = f"model.num_layers: {config.model.num_blocks} repeating blocks in the config, {model.num_layers} in the model"
+        raise ValueError(f"{text}; a pipeline divides the blocks by the config: set model.num_layers={model.num_layers}")
     shapes = param_shapes(model, config.param_dtype, stages and stages.layer_of_row)
     placement = place(layout, mesh, param_names(model), shapes, optimizer)
     ticks = None if stages is None else build_ticks(config, stages.shape.num_stages)
@@ -157,6 +161,7 @@ def build(
         layout=layout,
         plans=placement.plans,
         attend=attend,
+        dispatch=build_dispatch(config.model.moe, devices[0].platform),
         context_method=config.context.method,
         loss=loss_spec(config, ticks),
         remat=config.remat,
@@ -181,6 +186,13 @@ def loss_spec(config: RunConfig, ticks: TickTable | None) -> LossSpec:
 def build_ticks(config: RunConfig, num_stages: int) -> TickTable:
     """What the stages of a pipeline run, tick by tick."""
     return lower(schedule_of(config, num_stages), keep_inputs=config.pipeline.stash == "inputs")
+
+
+def build_dispatch(moe: MoeConfig | None, platform: str) -> DispatchFn:
+    """How tokens travel to experts and back; a model without experts of ours may have some of its own."""
+    if moe is None or moe.dispatch == "local":
+        return local
+    return Ragged(moe.ragged_buffer_factor, native=platform != "cpu") if moe.dispatch == "ragged" else all_to_all
 
 
 def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[AttendFn, str]:

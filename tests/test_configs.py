@@ -6,9 +6,10 @@ import pytest
 
 from jaxpar.config.checks import check, layout_of
 from jaxpar.config.load import load_config, read, to_yaml
+from jaxpar.config.memory import state_bytes_per_device
 from jaxpar.config.mesh import MeshConfig
 from jaxpar.config.model import ModelConfig
-from jaxpar.config.sizes import parameter_count, state_bytes_per_device
+from jaxpar.config.parameters import parameter_count
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = sorted(CONFIGS.glob("run/*.yaml"))
@@ -25,6 +26,14 @@ ROUNDED = {  # billions as printed: Brown et al. 2020, table D.1; Narayanan et a
     "megatron_530b": 529.6,
     "megatron_1t": 1008.0,
 }
+EXPERTS = {
+    "mixtral_8x7b",
+    "deepseek_moe_16b",
+    "qwen3_moe_30b_a3b",
+    "switch_base_128",
+    "gshard_600b",
+    "base_44b",
+}  # tests/config/test_parameters.py
 
 
 def model(name: str) -> ModelConfig:
@@ -34,7 +43,7 @@ def model(name: str) -> ModelConfig:
 def test_no_file_is_of_an_unknown_kind():
     kinds = {"model", "mesh", "run"}
     assert {path.parent.name for path in CONFIGS.rglob("*.yaml")} == kinds
-    assert {path.stem for path in MODELS} == {"tiny", *EXACT, *ROUNDED}
+    assert {path.stem for path in MODELS} == {"tiny", "tiny_moe", *EXACT, *ROUNDED, *EXPERTS}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -21,7 +21,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("build",),
     ("train", "hf", "xla", "verify"),
-    ("report", "cli"),
+    ("report",),
+    ("cli",),
     ("__main__",),
 )
 ROW = {package: i for i, row in enumerate(ROWS) for package in row}

@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxpar
-from jaxpar.config.sizes import parameter_count
+from jaxpar.config.parameters import parameter_count
 from jaxpar.schedule.library import build_schedule, schedule_problems
 from jaxpar.schedule.simulate import simulate
 

@@ -10,9 +10,12 @@ def evaluate(path: ConfigPath, overrides: Overrides = None, json: JsonFile = Non
     parts = start(path, overrides)
     state, step = latest_state(parts)
     from jaxpar.train.evaluate import evaluate as mean_terms
+    from jaxpar.train.experts import table_row
+    from jaxpar.train.metrics import scalars_and_tables
 
     means = mean_terms(parts, state.params)
     assert means is not None  # nothing asks it to give up
-    terms = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+    scalars, tables = scalars_and_tables({f"eval_{name}": value for name, value in means.items()})
+    terms = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in scalars.items())
     print(f"step {step}: {terms}; perplexity {math.exp(min(means['loss'], 700)):.4g}")
-    write_json(json, {"step": step, "run_dir": str(parts.run_dir), **{f"eval_{name}": value for name, value in means.items()}})
+    write_json(json, {"step": step, "run_dir": str(parts.run_dir), **scalars, **table_row(tables)})

@@ -13,6 +13,7 @@ import typer
 
 from jaxpar.cli.doctor import doctor
 from jaxpar.cli.eval import evaluate
+from jaxpar.cli.report import report
 from jaxpar.cli.sample import sample
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import train
@@ -32,6 +33,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(sample)
 app.command()(schedule)
+app.command()(report)
 app.command()(doctor)
 
 
@@ -59,9 +61,9 @@ def run(arguments: list[str]) -> int:
     except ValueError as error:
         return _explain(error, WRONG_INPUT)
     except RuntimeError as error:
-        from jaxpar.train.errors import NonFiniteError
+        from jaxpar.train.errors import RunStoppedError
 
-        if not isinstance(error, NonFiniteError):
+        if not isinstance(error, RunStoppedError):
             raise
         return _explain(error, CHECK_FAILED)
 

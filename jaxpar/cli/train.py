@@ -56,6 +56,7 @@ def show_sample(parts: "Parts", result: "Result") -> str | None:
 
 def show_end(path: Path, overrides: list[str], config: "RunConfig", parts: "Parts", result: "Result") -> None:
     """Where everything is, and what to try next."""
+    show_experts(result)
     if result.eval_loss is not None:
         perplexity = math.exp(min(result.eval_loss, 700))
         print(f"evaluation loss {result.eval_loss:.4f} nats a token (perplexity {perplexity:.4g}) at step {result.step}")
@@ -69,6 +70,30 @@ def show_end(path: Path, overrides: list[str], config: "RunConfig", parts: "Part
     print(f"  more text: jaxpar sample {again} --prompt 'class '")
     if curves:
         print(f"  curves: tensorboard --logdir {result.run_dir.parent}")
+
+
+def show_experts(result: "Result") -> None:
+    """Load of each expert at the last logged step, and a picture of it over time where matplotlib is installed."""
+    import importlib.util
+    import sys
+
+    from jaxpar.core.records import read_records
+    from jaxpar.report.expert_load import expert_load, has_experts
+    from jaxpar.report.load_text import levels_for, load_lines
+
+    rows = read_records(result.run_dir / "metrics.jsonl")
+    if not has_experts(rows):
+        return
+    logged = [row for row in rows if "moe_load" in row][-1]
+    print("\n".join(load_lines(logged["moe_load"], logged.get("moe_dropped"), levels=levels_for(sys.stdout.encoding))))
+    if importlib.util.find_spec("matplotlib"):
+        from jaxpar.report.heat_map import save_heat_map
+
+        picture = result.run_dir / "expert_load.png"
+        save_heat_map(expert_load(rows, result.run_dir), picture)
+        print(f"over time: {picture}")
+    else:
+        print(f"over time: pip install 'jaxpar[plot]', then jaxpar report {result.run_dir} --png expert_load.png")
 
 
 def another_mesh(config: "RunConfig", num_devices: int) -> str | None:

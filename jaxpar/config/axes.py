@@ -8,7 +8,7 @@ Axis = Literal["pipe", "replica", "data", "expert", "context", "tensor"]
 AXES: tuple[str, ...] = get_args(Axis)
 MESH_KEYS = tuple(f"mesh.{axis}" for axis in AXES)  # of a config
 BATCH_AXES = ("replica", "data", "expert")  # split the rows of a batch
-ZERO_AXES = ("data", "expert", "context")  # shard optimizer state, gradients, parameters of dense layers
+ZERO_AXES = ("data", "expert", "context")  # shard optimizer state, gradients, parameters; those of experts over data and context
 
 # Dims that a parameter or an activation may name. A model of the user's own may add names under `rules:`.
-DIMS = ("layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "positions", "batch", "seq")
+DIMS = ("layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "router", "positions", "batch", "seq")

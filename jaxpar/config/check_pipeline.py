@@ -8,10 +8,12 @@ import math
 from collections.abc import Iterator
 
 from jaxpar.config.axes import BATCH_AXES, MESH_KEYS
+from jaxpar.config.check_moe import is_whole_blocks
 from jaxpar.config.depth import layers_per_stage
+from jaxpar.config.memory import head_operand_bytes, operand_bytes
+from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import head_operand_bytes, operand_bytes
 from jaxpar.config.stages import balanced_layers
 from jaxpar.schedule.actions import Schedule, Shape
 from jaxpar.schedule.errors import SHOWN, ScheduleError
@@ -21,7 +23,7 @@ from jaxpar.schedule.measure import most_deferred
 
 SECTION_KEYS = ("pipeline.schedule", "pipeline.chunks_per_stage")
 KEYS = (*SECTION_KEYS, "num_microbatches", *MESH_KEYS)
-DEPTH_KEYS = ("model.num_layers", "pipeline.layers_per_stage", *KEYS)
+DEPTH_KEYS = ("model.num_layers", "model.moe.every", "model.moe.leading_dense", "pipeline.layers_per_stage", *KEYS)
 
 
 def pipeline_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
@@ -35,12 +37,14 @@ def pipeline_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
     if not named:
         yield from _size_problems(config, pipe)
         schedule = _schedule_once_mended(config, pipe)
+    if not is_whole_blocks(config.model):  # reported with the experts; how many blocks there are to divide is not known
+        return
     shape = schedule and schedule.shape
     too_few = list(_depth_problems(config, pipe))
     misfit = [] if too_few else list(_layer_list_problems(config, shape))
     yield from too_few + misfit
     if schedule is not None and not too_few and schedule.splits_backward and config.remat.policy == "full":
-        layers = balanced_layers(config.model.num_layers, schedule.shape.num_virtual, 0.0)
+        layers = balanced_layers(config.model.num_blocks, schedule.shape.num_virtual, 0.0)
         yield _remat_problem(config, schedule, max(layers if misfit else layers_per_stage(config, schedule.shape)))
 
 
@@ -117,13 +121,27 @@ def _schedule_once_mended(config: RunConfig, pipe: int) -> Schedule | None:
 
 def _depth_problems(config: RunConfig, pipe: int) -> Iterator[Problem]:
     """Fewer layers than devices of a pipeline. Chunks may be without a layer: those of a V are given, and a device has others."""
-    num_layers = config.model.num_layers
-    if pipe > num_layers:
+    model, num_blocks = config.model, config.model.num_blocks
+    if pipe > num_blocks:
         unset = " pipeline.layers_per_stage=null" if isinstance(config.pipeline.layers_per_stage, tuple) else ""
         own = config.pipeline.schedule.endswith(".csv")  # of one size only
-        fewer = " ".join([f"mesh.pipe={num_layers}", *(_with_1f1b(config) if own else [])])
-        text = f"model.num_layers: {num_layers}, fewer than the {pipe} stages of mesh.pipe={pipe}"
-        yield Problem(DEPTH_KEYS, f"{text}; model.num_layers={pipe}{unset} would work, or {fewer}{unset}")
+        fewer = " ".join([f"mesh.pipe={num_blocks}", *(_with_1f1b(config) if own else [])])
+        enough = model.num_layers + (pipe - num_blocks) * (model.moe.every if model.moe else 1)
+        text = f"model.num_layers: {model.num_layers}{_in_blocks(model)}, fewer than the {pipe} stages of mesh.pipe={pipe}"
+        yield Problem(DEPTH_KEYS, f"{text}; model.num_layers={enough}{unset} would work, or {fewer}{unset}")
+
+
+def _in_blocks(model: ModelConfig) -> str:
+    """What a pipeline divides, where that is not just the layers."""
+    if model.num_blocks == model.num_layers:
+        return ""
+    keys = {"model.moe.every": model.moe.every if model.moe else 1, "model.moe.leading_dense": model.leading_dense}
+    why = ", ".join(f"{key}={value}" for key, value in keys.items())
+    return f" makes {model.num_blocks} {_unit(model)}s to divide ({why})"
+
+
+def _unit(model: ModelConfig) -> str:
+    return "block" if model.moe and model.moe.every > 1 else "layer"
 
 
 def _with_1f1b(config: RunConfig) -> list[str]:
@@ -134,21 +152,22 @@ def _with_1f1b(config: RunConfig) -> list[str]:
 
 def _layer_list_problems(config: RunConfig, shape: Shape | None) -> Iterator[Problem]:
     """`pipeline.layers_per_stage` as a list. shape None: not known, or no pipeline, where nothing holds the layers to the list."""
-    asked, num_layers = config.pipeline.layers_per_stage, config.model.num_layers
+    asked, model, num_blocks = config.pipeline.layers_per_stage, config.model, config.model.num_blocks
     if not isinstance(asked, tuple):
         return
     text, works = f"pipeline.layers_per_stage: {list(asked)}", "pipeline.layers_per_stage=null"
     if shape is not None:
-        works = str(list(balanced_layers(num_layers, shape.num_virtual, 0.0)))
+        works = str(list(balanced_layers(num_blocks, shape.num_virtual, 0.0)))
     if negative := [count for count in asked if count < 0]:
-        yield Problem(DEPTH_KEYS, f"{text} gives a stage {negative[0]} layers, fewer than 0; {works} would work")
+        yield Problem(DEPTH_KEYS, f"{text} gives a stage {negative[0]} {_unit(model)}s, fewer than 0; {works} would work")
     elif shape is not None and len(asked) != shape.num_virtual:
         stages = _stages_in_words(shape.num_stages, shape.num_chunks)
         yield Problem(DEPTH_KEYS, f"{text} has {len(asked)} numbers, but {stages} makes {shape.num_virtual} stages; {works} would work")
-    elif shape is not None and sum(asked) != num_layers:
-        yield Problem(DEPTH_KEYS, f"{text} is {sum(asked)} layers, but model.num_layers={num_layers}; {works} would work")
+    elif shape is not None and sum(asked) != num_blocks:
+        held = f"model.num_layers={model.num_layers}{_in_blocks(model)}"
+        yield Problem(DEPTH_KEYS, f"{text} is {sum(asked)} {_unit(model)}s, but {held}; {works} would work")
     elif shape is not None and (empty := sorted(set(range(shape.num_stages)) - {shape.stage(v) for v, n in enumerate(asked) if n})):
-        rule = f"gives no layer to stage {', '.join(map(str, empty))} of mesh.pipe={shape.num_stages}, and each needs 1 or more"
+        rule = f"gives no {_unit(model)} to stage {', '.join(map(str, empty))} of mesh.pipe={shape.num_stages}, and each needs 1 or more"
         yield Problem(DEPTH_KEYS, f"{text} {rule}; {works} would work")
 
 
@@ -157,12 +176,13 @@ def _stages_in_words(pipe: int, chunks: int) -> str:
 
 
 def _remat_problem(config: RunConfig, schedule: Schedule, layers: int) -> Problem:
-    """A backward pass in two parts keeps what full remat would free. layers: of the largest chunk."""
+    """A backward pass in two parts keeps what full remat would free. layers: of the largest chunk, or blocks."""
     one, head = operand_bytes(config), head_operand_bytes(config)
     text = f"remat.policy: full, but pipeline.schedule={config.pipeline.schedule} keeps the operands of every weight gradient from I to W"
     last = schedule.shape.num_virtual - 1
     peak = most_deferred(schedule) * layers * one + most_deferred(schedule, last) * head  # buffers of all devices are alike
-    cost = f"{_mib(one)} a layer and microbatch, {_mib(head)} of the head, {_mib(peak)} at the peak on a device, whatever remat frees"
+    each = f"{_mib(one)} a {_unit(config.model)} and microbatch, {_mib(head)} of the head"
+    cost = f"{each}, {_mib(peak)} at the peak on a device, whatever remat frees"
     changes = _with_1f1b(config)
     if schedule.shape.num_chunks > 1 and isinstance(config.pipeline.layers_per_stage, tuple):
         changes.append("pipeline.layers_per_stage=null")

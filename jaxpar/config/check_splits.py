@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from jaxpar.config.axes import AXES, BATCH_AXES, DIMS, MESH_KEYS
 from jaxpar.config.layout import Layout, LayoutError, plan_leaf
 from jaxpar.config.model import ModelConfig
+from jaxpar.config.parameters import Leaf, parameter_table
 from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import parameter_table
 
 SHOWN = 16  # sizes listed in a message
 
@@ -20,6 +20,8 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "experts": ("expert",),
+    "router": (),
     "embed": (),  # activations keep these whole; ZeRO shards stored parameters on top of the rules
     "head_dim": (),
     "positions": (),
@@ -81,13 +83,14 @@ def split_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
 
 def _dim_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     model = config.model
-    dims = {
-        "heads": ("model.num_heads", model.num_heads),
-        "kv_heads": ("model.num_kv_heads" if model.num_kv_heads else "model.num_heads", model.kv_heads),
-        "mlp": ("model.mlp_dim", model.mlp_dim),
-        "vocab": ("model.vocab_size", model.padded_vocab_size),
-    }
-    for dim, (key, size) in dims.items():
+    dims = [
+        ("heads", "model.num_heads", model.num_heads),
+        ("kv_heads", "model.num_kv_heads" if model.num_kv_heads else "model.num_heads", model.kv_heads),
+        *(("mlp", key, size) for key, size in _hidden_widths(model).items()),
+        *([("experts", "model.moe.num_experts", model.moe.num_experts)] if model.moe else []),
+        ("vocab", "model.vocab_size", model.padded_vocab_size),
+    ]
+    for dim, key, size in dims:
         ways, axes = layout.ways(dim), layout.split(dim)
         if size % ways == 0 or (dim == "kv_heads" and not model.num_kv_heads):
             continue
@@ -105,6 +108,15 @@ def _dim_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield Problem((*keys, *MESH_KEYS), f"{key}: {size_text} does not divide over {named}; {works}")
 
 
+def _hidden_widths(model: ModelConfig) -> dict[str, int]:
+    """Keys that feed-forward layers have their widths from. Shared experts: a multiple of expert_dim, so what divides one divides them."""
+    moe, dense = model.moe, {"model.mlp_dim": model.mlp_dim}
+    if moe is None or moe.expert_dim is None:
+        return dense
+    has_dense = moe.leading_dense > 0 or moe.every > 1 or moe.residual
+    return (dense if has_dense else {}) | {"model.moe.expert_dim": moe.expert_dim}
+
+
 def _whole_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """`rules:` that leave a dim whole where something else counts on its split."""
     tensor, kv_heads = layout.sizes["tensor"], config.model.kv_heads
@@ -112,6 +124,9 @@ def _whole_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         if config.sequence_parallel and tensor > 1 and not layout.split(dim):
             text = f"rules.{dim}: null, but sequence_parallel splits the sequence over mesh.tensor={tensor} and needs {dim} split with it"
             yield Problem((f"rules.{dim}", "sequence_parallel", *MESH_KEYS), f"{text}; write [tensor], or sequence_parallel=false")
+    if config.model.moe and (expert := layout.sizes["expert"]) > 1 and not layout.split("experts"):
+        text = f"rules.experts: null, but mesh.expert={expert}, whose devices would all hold all experts"
+        yield Problem(("rules.experts", *MESH_KEYS), f"{text}; write [expert], or mesh.expert=1")
     ways = layout.ways("heads")
     if ways > 1 and not layout.split("kv_heads") and ways % kv_heads:
         text = f"rules.kv_heads: null, but model.num_kv_heads={kv_heads}, kept whole, would have to divide mesh.tensor={ways}"
@@ -176,24 +191,25 @@ def _batch_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
 def _zero_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """A matrix that ZeRO cannot shard would be replicated in silence; norms and biases may be."""
     model = config.model
-    ways = layout.size(layout.zero_axes)
-    if config.zero_stage == 0 or ways == 1 or (model.positions == "learned" and model.max_positions is None):
+    if config.zero_stage == 0 or not layout.zero_axes or (model.positions == "learned" and model.max_positions is None):
         return
-    stuck = []
+    stuck: list[tuple[Leaf, tuple[str, ...]]] = []
     for leaf in parameter_table(model):
         try:
             plan = plan_leaf(layout, leaf.path, leaf.names, layout.stored_shape(leaf.names, leaf.shape))
         except LayoutError:
             continue  # reported by its dim
-        if plan.zero_dim is None and leaf.path.endswith((".kernel", ".table")):
-            stuck.append(leaf)
+        over = layout.free_zero_axes(plan.axes)
+        if plan.zero_dim is None and over and leaf.path.endswith((".kernel", ".table")):
+            stuck.append((leaf, over))
     if stuck:
-        shape = " x ".join(map(str, stuck[0].shape))
-        axes = " x ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in layout.zero_axes)
+        leaf, over = stuck[0]
+        shape = " x ".join(map(str, leaf.shape))
+        axes = " x ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in over)
         more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
         legal = ", ".join(map(str, divisors(model.embed_dim)[:SHOWN]))
-        text = f"zero_stage: {config.zero_stage} cannot shard {stuck[0].path} ({shape}){more} over {axes} = {ways}: no free dim divides"
-        keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", *MESH_KEYS)
-        yield Problem(
-            keys, f"{text}; zero_stage=0 would work, or data x context of {legal} (they divide model.embed_dim={model.embed_dim})"
-        )
+        text = f"zero_stage: {config.zero_stage} cannot shard {leaf.path} ({shape}){more} over {axes} = {layout.size(over)}"
+        keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.moe", *MESH_KEYS)
+        product = "data x expert x context" if "expert" in over else "data x context"
+        works = f"zero_stage=0 would work, or {product} of {legal} (they divide model.embed_dim={model.embed_dim})"
+        yield Problem(keys, f"{text}: no free dim divides; {works}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxpar.config.axes import MESH_KEYS
+from jaxpar.config.check_moe import is_whole_blocks, moe_layout_problems, moe_problems
 from jaxpar.config.check_pipeline import pipeline_problems
 from jaxpar.config.check_sections import section_problems
 from jaxpar.config.check_splits import rule_problems, split_problems
@@ -18,8 +19,6 @@ from jaxpar.config.mesh import MeshConfig
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors
 from jaxpar.config.run import RunConfig
-
-UNUSED_AXES = ("expert",)  # experts come with a later version
 
 
 def check(config: RunConfig, num_devices: int | None) -> list[str]:
@@ -33,12 +32,15 @@ def find_problems(config: RunConfig, num_devices: int | None) -> Iterator[Proble
     wrong_rules = list(rule_problems(config.rules))
     yield from wrong_rules
     yield from section_problems(config)
+    yield from moe_problems(config)
     with_rules = config.model_copy(update={"rules": {}}) if wrong_rules else config
     sizes = _known_sizes(config.mesh, num_devices)
     wrong_stages = list(pipeline_problems(config, sizes["pipe"]))
     yield from wrong_stages
-    stages = None if wrong_stages else stages_of(config, sizes["pipe"])
-    yield from split_problems(config, replace(_layout(with_rules, sizes), stages=stages))
+    stages = None if wrong_stages or not is_whole_blocks(config.model) else stages_of(config, sizes["pipe"])
+    layout = replace(_layout(with_rules, sizes), stages=stages)
+    yield from split_problems(config, layout)
+    yield from moe_layout_problems(config, layout)
 
 
 def resolve_sizes(mesh: MeshConfig, num_devices: int | None) -> dict[str, int]:
@@ -68,10 +70,6 @@ def mesh_problems(mesh: MeshConfig, num_devices: int | None) -> Iterator[Problem
     bad = [axis for axis, size in sizes.items() if size < 1 and size != -1]
     for axis in bad:
         yield Problem((f"mesh.{axis}",), f"mesh.{axis}: {sizes[axis]} is not a size; 1 or more, or -1 for the devices that are left; try 1")
-    for axis in UNUSED_AXES:
-        if sizes[axis] not in (1, *(sizes[a] for a in bad if a == axis)):
-            text = f"mesh.{axis}: {sizes[axis]}, but the {axis} axis comes with a later version; the only value that works is 1"
-            yield Problem((f"mesh.{axis}",), text)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"mesh.{axis}" for axis in open_axes)

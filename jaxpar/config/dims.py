@@ -26,3 +26,8 @@ def dim_spaces(names: tuple[str, ...]) -> tuple[tuple[int, ...], list[tuple[int,
 def is_vector(names: tuple[str, ...]) -> bool:
     """True for norm scales and biases: parameters of one space."""
     return len(dim_spaces(names)[1]) <= 1
+
+
+def computes_exactly(names: tuple[str, ...]) -> bool:
+    """True for parameters that are used in the dtype in which they are stored: a router in bfloat16 merges near ties."""
+    return "router" in names

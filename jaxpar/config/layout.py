@@ -19,6 +19,8 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "experts": ("expert",),  # of a layer: each device holds whole experts
+    "router": (),  # outputs of a router, one an expert: every device scores all experts
     "positions": (),
     "batch": BATCH_AXES,
     "seq": ("context",),
@@ -86,6 +88,10 @@ class Layout:
     def pipe_axes(self) -> tuple[str, ...]:
         return self.live(("pipe",))
 
+    def free_zero_axes(self, axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+        """ZeRO axes that `axes`, those of a parameter's dims, leave over. Experts are split over `expert` already."""
+        return tuple(axis for axis in self.zero_axes if not any(axis in dim_axes for dim_axes in axes))
+
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
@@ -148,7 +154,8 @@ def _zero_split(
     if is_vector(names):
         return None, ()
     pipe = () if "layers" in names else layout.pipe_axes
-    for over in dict.fromkeys((pipe + layout.zero_axes, layout.zero_axes)):
+    zero = layout.free_zero_axes(axes)
+    for over in dict.fromkeys((pipe + zero, zero)):
         free = (i for i, name in enumerate(names) if name != "layers" and not axes[i] and shape[i] % layout.size(over) == 0)
         if over and (dim := next(free, None)) is not None:
             return dim, over

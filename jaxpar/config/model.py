@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxpar.config.base import Section
+from jaxpar.config.moe import MoeConfig
 
 
 class RopeScaling(Section):
@@ -44,6 +45,22 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # embeddings and residual branches
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # attention probabilities: `attention: reference` only
     init_std: PositiveFloat = 0.02
+    moe: MoeConfig | None = None  # experts in place of the feed-forward layer of some or all layers
+
+    @property
+    def num_blocks(self) -> int:
+        """Repeating units of layers, which the trainer scans and a pipeline divides: one layer each, or `moe.every` of them."""
+        return (self.num_layers - self.leading_dense) // (self.moe.every if self.moe else 1)
+
+    @property
+    def leading_dense(self) -> int:
+        """Dense layers before the first block; they belong to the embedding."""
+        return self.moe.leading_dense if self.moe else 0
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden width of one expert."""
+        return (self.moe and self.moe.expert_dim) or self.mlp_dim
 
     @property
     def kv_heads(self) -> int:

@@ -13,8 +13,9 @@ class PipelineConfig(Section):
     # gpipe | 1f1b | interleaved | zb_h1 | zb_h2 | zb_v | dualpipe_v | path of a .csv (`jaxpar schedule NAME --csv FILE` writes one)
     schedule: str = Field(default="1f1b", examples=["1f1b"])
     chunks_per_stage: PositiveInt | None = None  # interleaved (None: 2); the other schedules have a number of their own
-    # Layers of each virtual stage in the order in which a microbatch passes them. balance: such that the output head, which the last
-    # stage has on top, holds nobody up. None: equal where they divide, else balance
+    # Layers (blocks of model.moe.every layers) of each virtual stage in the order in which a microbatch passes them. balance: such that
+    # neither the output head, which the last stage has on top, nor the first one's leading dense layers (model.moe.leading_dense), which
+    # are no part of this list, hold anybody up. None: equal where they divide, else balance
     layers_per_stage: tuple[int, ...] | Literal["balance"] | None = None
     stash: Literal["residuals", "inputs"] = "residuals"  # what waits for the backward pass; inputs: the stage is computed again
 

@@ -58,17 +58,21 @@ class Stages:
         return tuple(rows[layer] for layer in range(len(rows)))
 
 
-def balanced_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
+def balanced_layers(num_layers: int, num_virtual: int, head_layers: float, first_layers: float = 0.0) -> tuple[int, ...]:
     """Layers of each virtual stage such that the slowest is as fast as it can be, and the others as even as they can be.
 
-    head_layers: what the output head of the last virtual stage costs, in layers. Every virtual stage gets one layer at least; of fewer
-    layers than that, the first stages get one each, which gives each device as many as any other or one less, in a loop and in a V.
+    head_layers: what the output head of the last virtual stage costs, in layers; first_layers: what the first one has before its layers.
+    Every virtual stage gets one layer at least; of fewer layers than that, the first stages get one each, which gives each device as
+    many as any other or one less, in a loop and in a V.
     What is balanced is F and B together. Not seen: that the head runs in B (or I) alone and not in F, that of a split backward pass
     I has more of the head than W, that remat computes layers again and never the head, and memory.
     """
     counts = [1 if i < num_layers else 0 for i in range(num_virtual)]
+    extra = [0.0] * num_virtual
+    extra[0] += first_layers
+    extra[-1] += head_layers
     for _ in range(num_layers - num_virtual):
         # The last stage is filled last among equals: its head comes on top, and the embedding costs next to nothing.
-        cost = [count + (head_layers if i == num_virtual - 1 else 0) for i, count in enumerate(counts)]
+        cost = [count + more for count, more in zip(counts, extra, strict=True)]
         counts[min(range(num_virtual), key=lambda i: cost[i])] += 1
     return tuple(counts)

@@ -10,7 +10,7 @@ context, whose functions are identities on one device.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxpar.core.typing import Array, Params, Terms
 
@@ -27,12 +27,36 @@ class ParamSpec:
     valid: tuple[int, ...] | None = None
 
 
+class Routing(NamedTuple):
+    """Where tokens go; arrays of this device's tokens after `enter`.
+
+    expert_bSk: -1 for none. gate_bSk: weights of the experts' outputs. place_bSk: place among the tokens of its expert and group, from 0;
+    -1: dropped. capacity: places of an expert for one group. group_rows: rows of a group.
+    """
+
+    expert_bSk: Array
+    gate_bSk: Array
+    place_bSk: Array
+    capacity: int
+    group_rows: int
+    num_experts: int
+
+
+# A product of rows with the matrices [experts, in, out] of their experts, and a layer of experts on rows in any arrangement.
+Product = Callable[[Array, Array], Array]
+Experts = Callable[[Array, Product], Array]
+
+
 class Context(Protocol):
     """What a model may ask for. Read-only."""
 
     @property
     def layer(self) -> Array | int:
         """Index of the block among all layers."""
+        ...
+
+    def at(self, layer: Array | int) -> "Context":
+        """The same context for another layer: what random bits depend on."""
         ...
 
     @property
@@ -48,6 +72,16 @@ class Context(Protocol):
     @property
     def segments_bS(self) -> Array | None:
         """Document of each token in its row, from 1; 0: padding; None: rows are not packed."""
+        ...
+
+    @property
+    def tokens_bS(self) -> Array:
+        """Ids of this device's tokens (what `context` leaves of the sequence)."""
+        ...
+
+    @property
+    def training(self) -> bool:
+        """False in evaluation and sampling."""
         ...
 
     @property
@@ -71,12 +105,37 @@ class Context(Protocol):
         """Bits are a function of (seed, step, layer, site, sample, position, feature): never of the layout."""
         ...
 
+    def uniform(self, site: int, size: int | None = None) -> Array | None:
+        """Numbers in [0, 1) by global coordinates, one a token at a block boundary or `size` of them; None in evaluation."""
+        ...
+
     def select(self, w: Array, array_dim: int, dim: str, of: str) -> Array:
         """Where `dim` is split less than `of`: the part of it that serves this device's share of `of` (shared key-value heads)."""
         ...
 
     def at_block_boundary(self, x_bSD: Array) -> Array:
         """Per-token values -> those of the tokens that this device holds at a block boundary."""
+        ...
+
+    def whole_rows(self, x_bSD: Array) -> Array:
+        """Per-token values at a block boundary -> those of all tokens of each row in natural order. For numbers that decide
+        something (scores, choices), not for activations. The result is alike on the devices that share the rows."""
+        ...
+
+    def my_tokens(self, x_bSD: Array) -> Array:
+        """The inverse of `whole_rows`."""
+        ...
+
+    def sum_over_rows(self, x: Array) -> Array:
+        """Sum over the devices that share this device's rows, of values made from tokens at a block boundary."""
+        ...
+
+    def route(self, x_bSD: Array, routing: Routing, experts: Experts) -> tuple[Array, Array | None]:
+        """Tokens (after `enter`) through the experts that they are given, wherever those are, weighted by their gates and summed.
+
+        A partial sum where the experts' hidden dim is split: `leave` follows. Also how many rows of this device found no room on their
+        way; None where that cannot be.
+        """
         ...
 
     def whole_sequence(self, x_bSD: Array) -> Array:
@@ -101,6 +160,14 @@ class Context(Protocol):
     def cross_entropy(self, x_bSD: Array, w_DV: Array, targets_bS: Array, weights_bS: Array) -> Terms:
         """Token losses of logits x @ w over a vocabulary that may be split: {"loss": (sum, weight), ...}."""
         ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """value of a layer -> rule(value, mean of the term `of` for that layer), once per optimizer step. The term is [layers, ...]."""
+
+    of: str
+    rule: Callable[[Array, Array], Array]
 
 
 class Model(Protocol):
@@ -140,4 +207,9 @@ class Model(Protocol):
     @property
     def loss_terms(self) -> Mapping[str, float]:
         """Coefficients of the terms that are minimised; other terms are metrics."""
+        ...
+
+    @property
+    def updates(self) -> "Mapping[str, Update]":
+        """Parameters of blocks that no gradient moves, by path in one block's tree, and the rule that moves them once a step."""
         ...

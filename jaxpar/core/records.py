@@ -44,8 +44,16 @@ class RecordWriter:
 
 def to_line(row: Mapping[str, Any]) -> str:
     """A row as one line of strict JSON."""
-    clean = {key: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-    return json.dumps(clean, allow_nan=False) + "\n"
+    return json.dumps(_clean(row), allow_nan=False) + "\n"
+
+
+def _clean(value: Any) -> Any:
+    """Numbers that JSON has not, as words, also within lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return {key: _clean(v) for key, v in value.items()} if isinstance(value, Mapping) else value
 
 
 def read_records(path: Path) -> list[Row]:
@@ -73,7 +81,15 @@ def _rows(path: Path) -> Iterator[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise RecordError(f"{path}: line {number} is not a record: {error}") from error
-        yield {key: float(v) if v in NOT_IN_JSON else v for key, v in row.items()}
+        if not isinstance(row, dict):
+            raise RecordError(f"{path}: line {number} is not a record: an object is wanted, found {line[:40]}")
+        yield {key: _number(v) for key, v in row.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(v) for v in value]
+    return float(value) if isinstance(value, str) and value in NOT_IN_JSON else value
 
 
 def _cut_torn_line(path: Path) -> None:

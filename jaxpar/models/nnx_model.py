@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpar.core.protocols import Context
+from jaxpar.core.protocols import Context, Update
 from jaxpar.core.typing import Array, Params, Terms
 
 
@@ -39,6 +39,10 @@ class NNXModel:
     @property
     def loss_terms(self) -> Mapping[str, float]:
         return {"loss": 1.0}
+
+    @property
+    def updates(self) -> Mapping[str, Update]:
+        return {}
 
     def shared(self, ctx: Context) -> Any:  # noqa: ARG002
         return None

@@ -1,16 +1,22 @@
 """The decoder-only transformer: embedding, residual block, head."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from jaxpar.config.model import ModelConfig
-from jaxpar.core.protocols import Context
+from jaxpar.config.moe import MoeConfig
+from jaxpar.core.protocols import Context, Update
 from jaxpar.core.typing import Terms
 from jaxpar.models.attention import Attention
 from jaxpar.models.layers import Linear, Norm, Table
 from jaxpar.models.mlp import Mlp
+from jaxpar.models.moe import Moe
 from jaxpar.models.nnx_model import NNXModel
+from jaxpar.models.router_terms import minimised
+from jaxpar.models.router_updates import updates
 from jaxpar.ops import rope
 
 SITE_EMBED, SITE_ATTENTION_OUT, SITE_MLP_OUT = 0, 2, 3  # dropout sites; 1 is attention's own, a model of yours takes any from 100
@@ -25,15 +31,19 @@ class Embedding(nnx.Module):
         self.tokens = Table("vocab", config.padded_vocab_size, config.embed_dim, std=config.init_std, valid=config.vocab_size)
         rows = config.max_positions if config.positions == "learned" else None
         self.positions = Table("positions", rows, config.embed_dim, std=config.init_std) if rows else None
+        self.layers = nnx.Dict({str(i): Layer(config) for i in range(config.leading_dense)}) if config.leading_dense else None
 
     def __call__(self, tokens_bS: Array, ctx: Context) -> Array:
         x_bSD = ctx.embed(self.tokens.table[...], tokens_bS)
         if self.positions is not None:
             x_bSD = x_bSD + self.positions.rows(ctx.at_block_boundary(ctx.positions_bS))
-        return ctx.dropout(x_bSD, self.rate, SITE_EMBED, BOUNDARY)
+        x_bSD = ctx.dropout(x_bSD, self.rate, SITE_EMBED, BOUNDARY)
+        for name, layer in (self.layers or {}).items():
+            x_bSD = layer(x_bSD, ctx.at(int(name)))
+        return x_bSD
 
 
-class Block(nnx.Module):
+class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -48,6 +58,62 @@ class Block(nnx.Module):
         x_bSD = x_bSD + ctx.dropout(a_bSD, self.rate, SITE_ATTENTION_OUT, BOUNDARY)
         m_bSD = self.mlp(self.mlp_norm(x_bSD), ctx)
         return x_bSD + ctx.dropout(m_bSD, self.rate, SITE_MLP_OUT, BOUNDARY)
+
+
+class MoeLayer(nnx.Module):
+    """x + attention(norm(x)), then x + experts(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.rate = config.dropout
+        self.attention_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
+        self.moe = Moe(config)
+
+    def __call__(self, x_bSD: Array, ctx: Context, block: Array | int) -> tuple[Array, Terms]:
+        """block: which of the repeating blocks this is, for the terms."""
+        a_bSD = self.attention(self.attention_norm(x_bSD), ctx)
+        x_bSD = x_bSD + ctx.dropout(a_bSD, self.rate, SITE_ATTENTION_OUT, BOUNDARY)
+        m_bSD, terms = self.moe(self.mlp_norm(x_bSD), ctx, block)
+        return x_bSD + ctx.dropout(m_bSD, self.rate, SITE_MLP_OUT, BOUNDARY), terms
+
+
+class MoeBlock(MoeLayer):
+    """A block of one layer, all of which have experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.first = config.leading_dense
+
+    def __call__(self, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().__call__(x_bSD, ctx.at(ctx.layer + self.first), ctx.layer)
+
+
+class MixedBlock(nnx.Module):
+    """A block of several layers, of which the last has experts: layers of unlike kind in one repeating unit."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        assert config.moe is not None
+        self.first, self.size = config.leading_dense, config.moe.every
+        dense = {str(i): Layer(config) for i in range(self.size - 1)}
+        self.layers = nnx.Dict({**dense, str(self.size - 1): MoeLayer(config)})
+
+    def __call__(self, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:
+        layer, terms = ctx.layer * self.size + self.first, {}
+        for i in range(self.size):
+            part = self.layers[str(i)]
+            if isinstance(part, MoeLayer):
+                x_bSD, terms = part(x_bSD, ctx.at(layer + i), ctx.layer)
+            else:
+                x_bSD = part(x_bSD, ctx.at(layer + i))
+        return x_bSD, terms
+
+
+def make_block(config: ModelConfig) -> nnx.Module:
+    """What repeats."""
+    if config.moe is None:
+        return Layer(config)
+    return MoeBlock(config) if config.moe.every == 1 else MixedBlock(config)
 
 
 class Head(nnx.Module):
@@ -69,12 +135,27 @@ class Head(nnx.Module):
         return embed.tokens.table[...].T if self.out is None else self.out.kernel[...]
 
 
+def moe_path(moe: MoeConfig) -> str:
+    """Where the experts are in the tree of a block."""
+    return "moe" if moe.every == 1 else f"layers.{moe.every - 1}.moe"
+
+
 class Transformer(NNXModel):
     """Llama, GPT-2 and what lies between, by config."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(embed=Embedding(config), block=Block(config), head=Head(config), num_layers=config.num_layers)
+        super().__init__(embed=Embedding(config), block=make_block(config), head=Head(config), num_layers=config.num_blocks)
         self.config = config
+
+    @property
+    def loss_terms(self) -> Mapping[str, float]:
+        """Cross entropy, and of experts what the config gives a coefficient."""
+        return {"loss": 1.0} | (minimised(self.config.moe) if self.config.moe else {})
+
+    @property
+    def updates(self) -> Mapping[str, Update]:
+        moe = self.config.moe
+        return {f"{moe_path(moe)}.router.{name}": update for name, update in updates(moe).items()} if moe else {}
 
     def shared(self, ctx: Context) -> tuple[Array, Array] | None:
         """Rotary cos and sin of this batch, once for all layers."""

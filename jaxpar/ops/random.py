@@ -50,6 +50,11 @@ def keep_mask(words: Array, rate: float) -> Array:
     return (words >> jnp.uint32(8)) >= jnp.uint32(round(rate * (1 << 24)))
 
 
+def uniform(words: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Numbers in [0, 1) on a grid of 2^-24, exact in float32."""
+    return (words >> jnp.uint32(8)).astype(dtype) * jnp.asarray(2.0**-24, dtype)
+
+
 def dropout(x: Array, words: Array, rate: float) -> Array:
     """Inverted dropout (Srivastava et al. 2014) with given bits."""
     scale = jnp.asarray(1.0 / (1.0 - rate), x.dtype)

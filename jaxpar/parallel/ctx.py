@@ -10,14 +10,18 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxpar.config.layout import Layout
+from jaxpar.core.protocols import Experts, Routing
 from jaxpar.core.typing import Terms
+from jaxpar.core.vma import vary
 from jaxpar.mesh.sequence import sequence_order
 from jaxpar.ops import random
 from jaxpar.ops.attention import DropoutWords
 from jaxpar.parallel import tensor, vocab
+from jaxpar.parallel.dispatch.routed import Routed
 
 # parallel.context.select.Attend with everything but the arrays bound
 AttendFn = Callable[..., Array]
+DispatchFn = Callable[[Layout, Array, Routed, Experts], tuple[Array, Array | None]]  # one of parallel.dispatch
 SITE_ATTENTION = 1  # dropout site of attention probabilities
 
 
@@ -30,6 +34,8 @@ class SpmdContext:
     attend_fn: AttendFn
     context_method: str
     seq_len: int
+    dispatch_fn: DispatchFn
+    tokens_bS: Array
     samples_b: Array
     packed_positions_bS: Array | None  # None: rows are not packed
     segments_bS: Array | None
@@ -89,6 +95,17 @@ class SpmdContext:
         return random.dropout(x, words, rate)
 
     @property
+    def training(self) -> bool:
+        return self.key is not None
+
+    def uniform(self, site: int, size: int | None = None) -> Array | None:
+        if self.key is None:
+            return None
+        features = () if size is None else (jnp.arange(size, dtype=jnp.int32),)
+        words = random.bits(random.fold(self.key, self.layer, site), self.samples_b, self.block_seq_index_S, *features)
+        return random.uniform(words, self.wide_dtype)
+
+    @property
     def positions_bS(self) -> Array:
         """Rows that are not packed all count from 0: then one row serves the batch."""
         return self.seq_index_S[None] if self.packed_positions_bS is None else self.packed_positions_bS
@@ -117,6 +134,28 @@ class SpmdContext:
         assert self.key is not None
         head_H = tensor.index(self.layout.split("heads")) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         return DropoutWords(random.fold(self.key, self.layer, SITE_ATTENTION), self.samples_b, head_H)
+
+    def whole_rows(self, x_bSD: Array) -> Array:
+        axes = self._tensor_seq_axes
+        return self.whole_sequence(lax.all_gather(x_bSD, axes, axis=1, tiled=True) if axes else x_bSD)
+
+    def my_tokens(self, x_bSD: Array) -> Array:
+        return self.at_block_boundary(self.my_sequence(x_bSD))
+
+    def sum_over_rows(self, x: Array) -> Array:
+        axes = self.layout.block_seq_axes
+        return lax.psum(vary(x, axes), axes) if axes else x
+
+    def route(self, x_bSD: Array, routing: Routing, experts: Experts) -> tuple[Array, Array | None]:
+        rows, length, _ = x_bSD.shape
+        num_groups = rows // routing.group_rows
+        group_n = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), routing.group_rows * length)
+        expert_nk, gate_nk, place_nk = (a.reshape(rows * length, -1) for a in (routing.expert_bSk, routing.gate_bSk, routing.place_bSk))
+        routed = Routed(expert_nk, gate_nk, place_nk, group_n, num_groups, routing.capacity, routing.num_experts)
+        y_nD, lost = self.dispatch_fn(self.layout, x_bSD.reshape(rows * length, -1), routed, experts)
+        if lost is not None and (tensor_axes := self.layout.live(("tensor",))):
+            lost = lax.pmax(vary(lost, tensor_axes), tensor_axes)  # alike on all of them, and to be counted once
+        return y_nD.reshape(x_bSD.shape), lost
 
     def whole_sequence(self, x_bSD: Array) -> Array:
         axes = self.layout.context_axes

@@ -14,7 +14,7 @@ from jaxpar.core.dtypes import wide
 from jaxpar.core.protocols import Model
 from jaxpar.core.typing import Array, Params, PyTree, Terms
 from jaxpar.core.vma import vary, varying
-from jaxpar.parallel.ctx import AttendFn, SpmdContext
+from jaxpar.parallel.ctx import AttendFn, DispatchFn, SpmdContext
 from jaxpar.parallel.remat import remat_policy
 from jaxpar.parallel.vocab import LossSpec
 from jaxpar.parallel.zero import prepare
@@ -31,6 +31,7 @@ class Forward:
     layout: Layout
     plans: PyTree  # LeafPlan of every stored parameter
     attend: AttendFn
+    dispatch: DispatchFn
     context_method: str
     loss: LossSpec
     remat: RematConfig
@@ -45,8 +46,10 @@ class Forward:
             layout=self.layout,
             loss=self.loss,
             attend_fn=self.attend,
+            dispatch_fn=self.dispatch,
             context_method=self.context_method,
             seq_len=self.seq_len,
+            tokens_bS=batch["tokens"],
             samples_b=batch["samples"],
             packed_positions_bS=batch.get("positions"),
             segments_bS=batch.get("segments"),
@@ -93,8 +96,7 @@ class Forward:
 
         layer_N = self._layers()
         x_bSD, stacked = lax.scan(self.remat_layer(layer), vary(x_bSD, tuple(varying(layer_N))), (params["blocks"], layer_N))
-        counts_N = layer_N >= 0
-        return x_bSD, jax.tree.map(lambda terms_N: jnp.sum(jnp.where(counts_N, terms_N, jnp.zeros_like(terms_N))), stacked)
+        return x_bSD, jax.tree.map(lambda terms_N: _sum_where(layer_N >= 0, terms_N), stacked)
 
     def _layers(self) -> Array:
         """Layers whose weights this device holds, in stored order; negative where a row belongs to none."""
@@ -113,6 +115,12 @@ class Forward:
         policy = remat_policy(self.remat, self.layout, self.plans["blocks"])
         # prevent_cse=False: inside a scan XLA cannot merge the recomputation with the forward pass anyway.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def _sum_where(counts_N: Array, terms_N: Array) -> Array:
+    """Sum over the leading dim of what counts."""
+    counts = counts_N.reshape(-1, *[1] * (terms_N.ndim - 1))
+    return jnp.sum(jnp.where(counts, terms_N, jnp.zeros_like(terms_N)), axis=0)
 
 
 def alike(terms: Terms) -> Terms:

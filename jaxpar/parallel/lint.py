@@ -50,10 +50,10 @@ def check_reductions(forward: Forward, mesh: Mesh, batch: AbstractBatch) -> None
 
 
 def split_dims(forward: Forward) -> tuple[str, ...]:
-    """Dims of parameters that the mesh splits."""
+    """Dims of parameters that the mesh splits, so that a sum over one is a sum over devices. Experts are not: a token meets whole ones."""
     layout, plans = forward.layout, jax.tree.leaves(forward.plans, is_leaf=is_plan)
     names = dict.fromkeys(name for plan in plans for name in plan.names if name != "layers")
-    return tuple(name for name in names if layout.split(name))
+    return tuple(name for name in names if set(layout.split(name)) - set(layout.batch_axes))
 
 
 def _explain(forward: Forward, mesh: Mesh, batch: AbstractBatch, dims: tuple[str, ...]) -> list[str]:

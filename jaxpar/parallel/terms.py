@@ -1,7 +1,7 @@
 """Sums over microbatches and devices: a term of the loss is one sum over the global batch, divided by one weight (law L1)."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,4 +74,9 @@ def cotangents(totals: dict[str, Array], scale: dict[str, Array]) -> dict[str, A
     Sums are not added up before: one that is alike on all `tensor` ranks, added to one that differs between them, would be marked as
     varying, and the transpose of that mark counts it once a rank.
     """
-    return {name: vary(scale[name].astype(total.dtype), tuple(varying(total))) for name, total in totals.items()}
+    return {name: cotangent(scale[name], jax.typeof(total)) for name, total in totals.items()}
+
+
+def cotangent(scale: Array, like: Any) -> Array:
+    """`scale` as a cotangent of a sum of type `like`, which may be an array of sums (one a layer, say)."""
+    return vary(jnp.broadcast_to(scale.astype(like.dtype), like.shape), tuple(like.manual_axis_type.varying))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jaxpar.config.dims import computes_exactly
 from jaxpar.config.layout import Layout, LeafPlan
 from jaxpar.core.typing import Params, PyTree
 from jaxpar.core.vma import vary, varying
@@ -36,22 +37,25 @@ def prepare(layout: Layout, plans: PyTree, weights: Params, *, dtype: jax.typing
     plan_leaves = jax.tree.leaves(plans, is_leaf=is_plan)
     leaves, tree = jax.tree.flatten(weights)
     dims = [None if layout.zero_stage < 3 or plan.zero_dim is None else plan.zero_dim - stacked for plan in plan_leaves]
-    for members in _bundles(layout, plan_leaves, leaves, dims):
+    dtypes = [leaf.dtype if computes_exactly(plan.names) else jnp.dtype(dtype) for plan, leaf in zip(plan_leaves, leaves, strict=True)]
+    for members in _bundles(layout, plan_leaves, leaves, dims, dtypes):
         shards = tuple(leaves[i] for i in members)
-        gathered = _gather(plan_leaves[members[0]].zero_axes, tuple(dims[i] or 0 for i in members), dtype, shards)
+        gathered = _gather(plan_leaves[members[0]].zero_axes, tuple(dims[i] or 0 for i in members), dtypes[members[0]], shards)
         for i, w in zip(members, cast(tuple[Array, ...], gathered), strict=True):
             leaves[i] = w
-    return jax.tree.unflatten(tree, [w.astype(dtype) for w in leaves])
+    return jax.tree.unflatten(tree, [w.astype(to) for w, to in zip(leaves, dtypes, strict=True)])
 
 
-def _bundles(layout: Layout, plans: Sequence[LeafPlan], leaves: Sequence[Array], dims: Sequence[int | None]) -> list[list[int]]:
+def _bundles(
+    layout: Layout, plans: Sequence[LeafPlan], leaves: Sequence[Array], dims: Sequence[int | None], dtypes: Sequence[jnp.dtype]
+) -> list[list[int]]:
     """Which leaves are gathered together: small ones over the same axes that vary alike, for all that is packed varies alike."""
     alone: list[list[int]] = []
-    small: dict[tuple[Axes, frozenset[str]], list[int]] = {}
+    small: dict[tuple[Axes, frozenset[str], jnp.dtype], list[int]] = {}
     for i in (i for i, dim in enumerate(dims) if dim is not None):
         axes = plans[i].zero_axes
         if leaves[i].size * leaves[i].dtype.itemsize * layout.size(axes) <= BUNDLE_BYTES:
-            small.setdefault((axes, varying(leaves[i])), []).append(i)
+            small.setdefault((axes, varying(leaves[i]), dtypes[i]), []).append(i)
         else:
             alone.append([i])
     return alone + list(small.values())

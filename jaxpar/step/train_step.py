@@ -16,6 +16,7 @@ from jaxpar.parallel.executor import loss_and_gradients
 from jaxpar.parallel.forward import Batch, Forward
 from jaxpar.step.placement import Placement
 from jaxpar.step.state import TrainState
+from jaxpar.step.updates import apply_rules
 
 Metrics = dict[str, Array]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -56,6 +57,7 @@ def make_train_step(
     (-1 - n after n updates) and later steps, which may be running before the loop has read this one's numbers, change nothing.
     """
     gradients = make_gradients(forward, placement, seed)
+    rules = apply_rules(forward.model.updates, placement.layout.stages)
     shards = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.sharded_specs, is_leaf=lambda x: isinstance(x, P))
 
     def next_count(count: Array, ok: Array) -> Array:
@@ -71,6 +73,7 @@ def make_train_step(
         # ZeRO 1 and 2: each device updates its shard of the parameters; the step's output sharding gathers them.
         params = jax.lax.with_sharding_constraint(state.params, shards) if placement.layout.zero_stage in (1, 2) else state.params
         new_params, opt_state = guarded_update(optimizer, grads, state.opt_state, params, learning_rate=lr, factor=factor, ok=ok)
+        new_params = rules(state.params, new_params, means, ok)
         new_state = TrainState(new_params, opt_state, next_count(state.step, ok))
         metrics = means | {"grad_norm": norm, "param_norm": global_norm(new_params), "lr": lr, "leaf_norms": jnp.sqrt(jnp.stack(squares))}
         return new_state, metrics

@@ -1,8 +1,16 @@
 """What ends a run that is not the user's input."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number, and the policy says stop. The command exits 3."""
+class RunStoppedError(RuntimeError):
+    """What a run found in its own numbers and must not go on with. The command exits 3."""
+
+
+class NonFiniteError(RunStoppedError):
+    """A loss or gradient that is not a number, and the policy says stop."""
+
+
+class ExpertsError(RunStoppedError):
+    """More tokens dropped than the config allows."""
 
 
 class StepChangedError(RuntimeError):

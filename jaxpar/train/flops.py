@@ -3,8 +3,8 @@
 import math
 
 from jaxpar.build import Parts
+from jaxpar.config.flops import train_flops_per_token
 from jaxpar.config.layout import is_vector
-from jaxpar.config.sizes import train_flops_per_token
 from jaxpar.core.tree import named_leaves
 from jaxpar.mesh.specs import is_plan
 from jaxpar.models.transformer import Transformer
@@ -14,7 +14,7 @@ def flops_per_token(parts: Parts) -> tuple[int, str]:
     """(FLOPs of forward and backward, in words how counted). Recomputation does not count: model FLOPs, not hardware FLOPs."""
     if isinstance(parts.model, Transformer):
         count = train_flops_per_token(parts.config.model, parts.config.data.seq_len)
-        return count, "matmuls and causal attention (config/sizes.py)"
+        return count, "matmuls and causal attention (config/flops.py)"
     return 6 * matmul_parameters(parts), "6 x matmul parameters: attention or other mixing of this model is not counted"
 
 

@@ -22,8 +22,9 @@ from jaxpar.train.background import Background
 from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
 from jaxpar.train.display import ConsoleDisplay, Display, reading
 from jaxpar.train.evaluate import evaluate
+from jaxpar.train.experts import limits_error, table_row
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
-from jaxpar.train.metrics import Clock, MetricsLog, clock_of, memory_row, step_numbers
+from jaxpar.train.metrics import Clock, MetricsLog, clock_of, fixed_row, scalars_and_tables, step_numbers
 from jaxpar.train.nonfinite import NonFinitePolicy, last_good
 from jaxpar.train.resume import Start, find_start, meta_of
 from jaxpar.train.signals import StopSignals
@@ -146,21 +147,34 @@ class Loop:
 
     def account(self, step: int, metrics: dict[str, Array], *, write: bool = True) -> Row | None:
         """Read a step's numbers: wait for it, time it, judge it, log it."""
-        numbers, leaf_norms = step_numbers(metrics)
+        found = step_numbers(metrics)
+        numbers = found.scalars
         self.clock.step_done()
         self.losses.append(numbers["loss"])
         bad = self.policy.is_bad(numbers)
-        error = self.policy.error(step, numbers, leaf_norms) if bad else None
+        error = self.policy.error(step, numbers, found.leaf_norms) if bad else None
+        limits = limits_error(self.parts.config.model.moe, step, found.tables)
         logged = step % self.parts.config.train.log_every == 0 or step == self.parts.config.train.steps
         self.display.step(step, numbers["loss"], self.clock.tokens_per_step * self.clock.steps / self.clock.train_s)
-        if not (logged or bad or not write):
+        if not (logged or bad or limits or not write):
             return None
-        row = {"step": step, **numbers, "tokens": step * self.clock.tokens_per_step, **self.clock.take(), **memory_row(self.parts)}
+        row = {
+            "step": step,
+            **numbers,
+            **table_row(found.tables),
+            "tokens": step * self.clock.tokens_per_step,
+            **self.clock.take(),
+            **fixed_row(self.parts),
+        }
         row |= {"skipped": True} if bad else {}
         if error is not None:
             self.log.write(row)
             self.save_last_good()
             raise error
+        if limits is not None:
+            self.log.write(row)
+            self.save(blocking=True)
+            raise limits
         if write:
             self.write(row)
         return row
@@ -195,8 +209,9 @@ class Loop:
         means = evaluate(self.parts, self.state.params, step=self.eval_step, give_up=self.asked_to_stop) if self.eval_step else None
         if means is None:
             return {}
-        self.eval_loss = means["loss"]
-        return {f"eval_{name}": value for name, value in means.items()} | {"eval_s": time.perf_counter() - began}
+        scalars, tables = scalars_and_tables({f"eval_{name}": value for name, value in means.items()})
+        self.eval_loss = scalars["eval_loss"]
+        return {**scalars, **table_row(tables), "eval_s": time.perf_counter() - began}
 
     def write(self, row: Row) -> None:
         self.log.write(row)

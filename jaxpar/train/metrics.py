@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxpar.build import Parts
+from jaxpar.config.exchange import exchange_bytes
 from jaxpar.core.records import RecordWriter, Row
 from jaxpar.train.flops import flops_per_token
 from jaxpar.train.memory import memory_metric
@@ -72,11 +73,26 @@ def clock_of(parts: Parts) -> Clock:
     return Clock(data.global_batch_size * data.seq_len, flops_per_token(parts)[0], parts.mesh.size, peak_flops_per_s(device.device_kind))
 
 
-def step_numbers(metrics: Mapping[str, jax.Array]) -> tuple[dict[str, float], np.ndarray]:
-    """Wait for a step: its scalars as Python numbers, and the norm of every gradient leaf."""
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step gave: scalars, terms that are arrays (one number or list a block), and the norm of every gradient leaf."""
+
+    scalars: dict[str, float]
+    tables: dict[str, np.ndarray]
+    leaf_norms: np.ndarray
+
+
+def step_numbers(metrics: Mapping[str, jax.Array]) -> StepNumbers:
+    """Wait for a step, and take its numbers to the host."""
     host = jax.device_get(dict(metrics))
     leaf_norms = host.pop(LEAF_NORMS)
-    return {name: float(value) for name, value in host.items()}, leaf_norms
+    return StepNumbers(*scalars_and_tables(host), leaf_norms)
+
+
+def scalars_and_tables(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Terms that are one number, and the others."""
+    tables = {name: np.asarray(value) for name, value in values.items() if np.ndim(value)}
+    return {name: float(value) for name, value in values.items() if name not in tables}, tables
 
 
 class MetricsLog:
@@ -110,7 +126,7 @@ class MetricsLog:
             self._board.close()
 
 
-def memory_row(parts: Parts) -> Row:
-    """The memory metric as part of a row."""
+def fixed_row(parts: Parts) -> Row:
+    """What of a row does not come from the step: the memory metric, and the bytes that experts exchange."""
     name, value = memory_metric(list(parts.mesh.local_mesh.devices.flat))
-    return {name: value}
+    return {name: value} | ({"moe_exchange_bytes": exchange_bytes(parts.config, parts.layout)} if parts.config.model.moe else {})

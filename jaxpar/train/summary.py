@@ -6,13 +6,16 @@ import jax
 
 from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
+from jaxpar.config.check_moe import moe_notes
 from jaxpar.config.depth import schedule_of
+from jaxpar.config.exchange import exchange_bytes
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
 from jaxpar.core.words import size
 from jaxpar.mesh.specs import is_plan
 from jaxpar.models.init import param_names
 from jaxpar.optim.build import describe_decay
+from jaxpar.parallel.dispatch.ragged import Ragged
 from jaxpar.schedule.simulate import simulate
 from jaxpar.train.flops import flops_per_token
 
@@ -37,8 +40,9 @@ def facts_of(parts: Parts) -> Facts:
         ("batch", f"{data.global_batch_size} x {data.seq_len} tokens a step, microbatches: {c.num_microbatches}"),
         ("data", parts.train_data.describe()),
     ]
-    if parts.layout.stages is not None:
-        facts.insert(1, ("pipeline", pipeline_words(parts)))
+    facts[1:1] = [("pipeline", pipeline_words(parts))] if parts.layout.stages is not None else []
+    facts += [("experts", experts_words(parts))] if c.model.moe else []
+    facts += [("note", note) for note in moe_notes(c)]
     if data.has_eval:  # opened before the first step: a held-out set that is empty must not end a run that has trained
         facts.append(("held out", parts.eval_data.describe().splitlines()[0]))
     if whole := not_sharded(parts):
@@ -61,9 +65,25 @@ def pipeline_words(parts: Parts) -> str:
     layers = " ".join(map(str, stages.layers_per_stage))
     bubble = f"idle {100 * timeline.bubble_of_makespan:.1f} % of the makespan if F = I = W"
     held = f"{max(timeline.peak_in_flight):g} microbatches in flight at most"
-    empty = f" ({stages.empty} of them without; model.num_layers={len(stages.layers_per_stage)} fills them)" if stages.empty else ""
+    every = parts.config.model.moe.every if parts.config.model.moe else 1
+    fills = len(stages.layers_per_stage) * every + parts.config.model.leading_dense
+    empty = f" ({stages.empty} of them without; model.num_layers={fills} fills them)" if stages.empty else ""
     schedule = f"{timeline.schedule.name}, {parts.config.num_microbatches} microbatches"
-    return f"{schedule} through stages of {layers} layers{empty}: {bubble}, {held}"
+    what = "layers" if every == 1 else f"blocks of {every} layers"
+    return f"{schedule} through stages of {layers} {what}{empty}: {bubble}, {held}"
+
+
+def experts_words(parts: Parts) -> str:
+    """Who routes, how tokens travel, and what that costs."""
+    moe, c = parts.config.model.moe, parts.config
+    assert moe is not None
+    room = "no token dropped" if moe.capacity_factor is None else f"places for {moe.capacity_factor:g} x the tokens of a balanced expert"
+    way = moe.dispatch
+    if isinstance(dispatch := parts.forward.dispatch, Ragged):
+        way = f"ragged ({'ragged_all_to_all' if dispatch.native else 'padded exchange: this platform has no ragged_all_to_all'})"
+    sent = exchange_bytes(c, parts.layout)
+    over = f" over expert {parts.layout.ways('experts')}, {size(sent)} sent by a device in a step" if sent else ""
+    return f"{moe.num_experts}, {moe.top_k} a token by {moe.router}, {room}, groups of {moe.routing_group_sequences} rows; {way}{over}"
 
 
 def device_bytes(tree: PyTree) -> int:

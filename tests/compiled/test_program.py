@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpar.config.sizes import train_flops_per_token
+from jaxpar.config.flops import train_flops_per_token
 from tests.compiled.test_collectives import trace
 from tests.equivalence.harness import FLOAT32, config, parts_of
 from tests.programs import dot_flops, equations, hlo_shapes, hlo_size

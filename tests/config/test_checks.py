@@ -10,8 +10,8 @@ from jaxpar.config.checks import check, layout_of, resolve_sizes
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layout import plan_leaf
 from jaxpar.config.mesh import MeshConfig
+from jaxpar.config.parameters import parameter_table
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import parameter_table
 
 
 def config(changes: dict[str, Any] | None = None) -> RunConfig:
@@ -56,8 +56,7 @@ def test_the_base_is_legal():
         ({"data": -1, "tensor": -1}, None, "mesh.data and mesh.tensor are -1; only one axis"),
         ({"data": 0}, None, "mesh.data: 0 is not a size; 1 or more, or -1"),
         ({"tensor": -2}, 8, "mesh.tensor: -2 is not a size"),
-        ({"expert": 2}, None, "mesh.expert: 2, but the expert axis comes with a later version; the only value that works is 1"),
-        ({"expert": 4}, None, "mesh.expert: 4, but the expert axis comes with a later version; the only value that works is 1"),
+        ({"expert": 3}, 8, "mesh: expert 3 = 3, but there are 8 devices"),  # MOE-14
     ],
 )
 def test_mesh(mesh, num_devices, said):

@@ -228,7 +228,7 @@ def test_everything_is_reported_together(write):
         "seed=017",
         "optimizer.name=adam",
         "train.lr=1",
-        "mesh.expert=2",
+        "mesh.expert=-2",
         "rules.heads=tenso",
         "model.num_kv_heads=3",
         "data.seq_len=x",

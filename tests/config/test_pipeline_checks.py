@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from jaxpar.config.checks import check, layout_of
 from jaxpar.config.depth import head_cost_in_layers, layers_per_stage, schedule_of
 from jaxpar.config.errors import ConfigError
+from jaxpar.config.flops import forward_flops_per_token
 from jaxpar.config.layout import plan_leaf
+from jaxpar.config.memory import head_operand_bytes, operand_bytes, state_bytes_per_device
+from jaxpar.config.parameters import parameter_table
 from jaxpar.config.run import RunConfig
-from jaxpar.config.sizes import forward_flops_per_token, head_operand_bytes, operand_bytes, parameter_table, state_bytes_per_device
 from jaxpar.config.stages import EMPTY, Stages, balanced_layers
 from jaxpar.schedule.actions import Shape
 from jaxpar.schedule.from_csv import write_csv

@@ -16,7 +16,7 @@ from jaxpar.core.typing import Array, Terms
 from jaxpar.models.attention import Attention
 from jaxpar.models.layers import Linear
 from jaxpar.models.mlp import Mlp
-from jaxpar.models.transformer import Block, Embedding, Head, Transformer
+from jaxpar.models.transformer import Embedding, Head, Layer, Transformer
 from jaxpar.parallel.lint import ReductionError, check_reductions, split_dims
 from tests.equivalence import harness
 
@@ -75,8 +75,8 @@ class LossOfItsOwn(Head):
         return {"loss": (jnp.sum(lse_bS * weights_bS), jnp.sum(weights_bS))}
 
 
-def block_with(name: str, part: Callable[[ModelConfig], nnx.Module]) -> type[Block]:
-    class Changed(Block):
+def block_with(name: str, part: Callable[[ModelConfig], nnx.Module]) -> type[Layer]:
+    class Changed(Layer):
         def __init__(self, config: ModelConfig) -> None:
             super().__init__(config)
             setattr(self, name, part(config))
@@ -84,7 +84,7 @@ def block_with(name: str, part: Callable[[ModelConfig], nnx.Module]) -> type[Blo
     return Changed
 
 
-class BlockWithoutEither(Block):
+class BlockWithoutEither(Layer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.attention, self.mlp = AttentionWithoutLeave(config), MlpWithoutLeave(config)
@@ -93,7 +93,7 @@ class BlockWithoutEither(Block):
 class Model(Transformer):
     """The transformer with one part exchanged."""
 
-    def __init__(self, config: ModelConfig, *, embed: type = Embedding, block: type = Block, head: type = Head) -> None:
+    def __init__(self, config: ModelConfig, *, embed: type = Embedding, block: type = Layer, head: type = Head) -> None:
         super(Transformer, self).__init__(embed=embed(config), block=block(config), head=head(config), num_layers=config.num_layers)
         self.config = config
 

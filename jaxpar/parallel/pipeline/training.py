@@ -33,6 +33,7 @@ from jaxpar.parallel.pipeline.passes import (
 from jaxpar.parallel.pipeline.program import AXIS, varying_of
 from jaxpar.parallel.pipeline.split import Split
 from jaxpar.parallel.pipeline.stage import Stage, block_weights, type_of
+from jaxpar.parallel.terms import cotangent
 from jaxpar.schedule.actions import Kind
 from jaxpar.schedule.ticks import TickTable
 
@@ -159,8 +160,7 @@ class Training:
     def _dsums(self) -> dict[str, Array]:
         """Cotangents of a layer's terms; made in each action, for they are traced values."""
         types, scale = self.layer.forward.out_types[1], self.ends.scale
-        scaled = {name: scale.get(name, jnp.zeros((), t.dtype)).astype(t.dtype) for name, t in types.items()}
-        return {name: vary(scaled[name], tuple(varying_of(t))) for name, t in types.items()}
+        return {name: cotangent(scale.get(name, jnp.zeros((), t.dtype)), t) for name, t in types.items()}
 
     def _no_terms(self) -> Terms:
         _, sums, counts, _ = self.layer.forward.out_types

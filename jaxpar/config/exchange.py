@@ -1,0 +1,40 @@
+"""Bytes that experts send: from the config alone, as the compiled program has them (tested)."""
+
+import math
+
+from jaxpar.config.layout import Layout
+from jaxpar.config.memory import DTYPE_BYTES
+from jaxpar.config.run import RunConfig
+
+PASSES = 4  # there and back, forwards and backwards; what remat does again is not counted
+
+
+def places_per_expert(config: RunConfig, layout: Layout) -> int:
+    """Places of one expert in a device's buffer for a microbatch, under `dispatch: all_to_all`; filled up, for `context` divides them."""
+    moe = config.model.moe
+    assert moe is not None
+    rows = config.data.global_batch_size // (config.num_microbatches * layout.ways("batch"))
+    groups = rows // moe.routing_group_sequences
+    ways = layout.ways("seq")
+    return math.ceil(groups * moe.capacity(moe.routing_group_sequences * config.data.seq_len) / ways) * ways
+
+
+def exchange_bytes(config: RunConfig, layout: Layout) -> int:
+    """Bytes a device sends to the other holders of experts in a step; 0 where each holds all of them.
+
+    all_to_all: experts x places x embed_dim, of which 1 / expert stays, four times a block and microbatch. ragged: of the rows that there
+    are, if all were balanced.
+    """
+    moe, experts = config.model.moe, layout.ways("experts")
+    if moe is None or experts == 1:
+        return 0
+    if moe.dispatch == "all_to_all":
+        rows = moe.num_experts * places_per_expert(config, layout) // layout.ways("seq")
+    else:
+        tokens = (
+            config.data.global_batch_size * config.data.seq_len // (config.num_microbatches * layout.ways("batch") * layout.ways("seq"))
+        )
+        rows = tokens * moe.top_k
+    blocks = config.model.num_blocks / layout.sizes["pipe"]
+    once = rows * config.model.embed_dim * DTYPE_BYTES[config.compute_dtype] * (experts - 1) / experts
+    return round(PASSES * blocks * config.num_microbatches * once)
