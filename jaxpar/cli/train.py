@@ -90,7 +90,7 @@ def show_experts(result: "Result") -> None:
         from jaxpar.report.heat_map import save_heat_map
 
         picture = result.run_dir / "expert_load.png"
-        save_heat_map(expert_load(rows, result.run_dir), picture)
+        save_heat_map(expert_load(rows, str(result.run_dir)), str(result.run_dir), picture, "png")
         print(f"over time: {picture}")
     else:
         print(f"over time: pip install 'jaxpar[plot]', then jaxpar report {result.run_dir} --png expert_load.png")

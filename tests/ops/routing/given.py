@@ -69,9 +69,9 @@ class Routed:
     probability: np.ndarray  # [g, T, E]
 
 
-def seen_of(given: Given, training: bool, capacity: int, bias: bool = True) -> Seen:
+def seen_of(given: Given, training: bool, capacity: int) -> Seen:
     uniform = jnp.asarray(given.uniform) if training else None
-    return Seen(jnp.asarray(given.valid), jnp.asarray(given.tokens), uniform, jnp.asarray(given.bias) if bias else None, training, capacity)
+    return Seen(jnp.asarray(given.valid), jnp.asarray(given.tokens), uniform, jnp.asarray(given.bias), training, capacity)
 
 
 def outputs(config: MoeConfig, logits: Any, seen: Seen) -> tuple[Any, Any, Any]:

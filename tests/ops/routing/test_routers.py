@@ -16,7 +16,7 @@ from tests.ops.routing.references import Pick
 def check(config: Any, reference: Callable[[Given, int, int], Pick], training: bool = True, **inputs: Any) -> None:
     """Every token of a few draws against a reference of (given, group, token)."""
     for seed in range(3):
-        given = Given(seed=seed, dtype=np.float64, **inputs)
+        given = Given(E=config.num_experts, seed=seed, dtype=np.float64, **inputs)
         out = route(config, given, training)
         for g in range(given.g):
             for t in np.flatnonzero(given.valid[g]).tolist():
@@ -25,7 +25,7 @@ def check(config: Any, reference: Callable[[Given, int, int], Pick], training: b
                 np.testing.assert_allclose(out.gate[g, t], gate, rtol=1e-10)
 
 
-GROUPED = {"num_groups": 4, "top_groups": 2}
+GROUPED = {"num_experts": 12, "num_groups": 4, "top_groups": 2}
 
 
 @pytest.mark.parametrize("groups", [{}, GROUPED, GROUPED | {"group_score": "max"}], ids=["all", "top2_sum", "max"])
@@ -68,7 +68,7 @@ def test_gshard_keeps_the_second_as_often_as_twice_its_gate() -> None:
 def test_sigmoid_bias(changes: dict[str, Any], groups: dict[str, Any]) -> None:
     config = config_of("sigmoid_bias", **changes, **groups)
     check(config, lambda given, g, t: references.sigmoid_bias(given.logits[g, t], given.bias, config))
-    given = Given()
+    given = Given(E=config.num_experts)
     score = references.sigmoid(given.logits)
     np.testing.assert_allclose(route(config, given).probability, score / score.sum(-1, keepdims=True), rtol=1e-5)
 

@@ -131,7 +131,7 @@ def test_shares_over_devices(name: str) -> None:
     """Tokens over `context`; the fraction varies over `expert` too, the mean does not vary. No sum over devices enters a slope."""
     p, valid, fraction = probabilities()
     p, fraction = p.astype(np.float32), fraction.astype(np.float32)
-    mesh = jax.make_mesh((2, 1), ("context", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2, 2), ("context", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
     def local(p: Any, valid: Any, fraction: Any) -> Any:
         mean, num = means(p, valid)
@@ -140,13 +140,14 @@ def test_shares_over_devices(name: str) -> None:
         loss = LOSSES[name](vary(fraction, ("expert",)))
         p = vary(p, ("expert",))
         (share, weight), slope = jax.value_and_grad(lambda x: linear_share(x, valid, mean, part, loss), has_aux=True)(p)
-        return jax.lax.psum(share, ("context", "expert")), jax.lax.psum(weight, ("context",)), slope
+        return jax.lax.psum(share, "context")[None], jax.lax.psum(weight, "context"), slope[None]
 
     row = P(None, "context")
-    out_specs = (P(), P(), P(None, ("context", "expert")))
+    out_specs = (P("expert"), P(), P("expert", None, "context"))
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(row, row, P()), out_specs=out_specs))
-    share, weight, slope = run(p, valid, fraction)
+    shares, weight, slopes = run(p, valid, fraction)
     value, want = jax.value_and_grad(whole)(jnp.asarray(p), jnp.asarray(valid), LOSSES[name](jnp.asarray(fraction)))
-    np.testing.assert_allclose(share, value, rtol=1e-5)
     np.testing.assert_allclose(weight, 2, rtol=1e-6)
-    np.testing.assert_allclose(slope, want, rtol=1e-4, atol=1e-7)
+    for share, slope in zip(shares, slopes, strict=True):  # of each device along `expert`
+        np.testing.assert_allclose(share, value, rtol=1e-5)
+        np.testing.assert_allclose(slope, want, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,227 @@
+"""Dispatchers on their own: tokens conserved, the same bits whichever way they travel, index maths against NumPy, overflow counted."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config.axes import AXES
+from jaxpar.config.layout import Layout, LayoutError
+from jaxpar.ops.routing.capacity import places
+from jaxpar.parallel.dispatch.all_to_all import all_to_all
+from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
+from jaxpar.parallel.dispatch.local import local
+from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
+from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
+from jaxpar.parallel.dispatch.routed import Routed
+
+EXPERTS, TOKENS, WIDTH, K = 8, 24, 6, 2
+
+
+def layout(**sizes: int) -> Layout:
+    return Layout({axis: sizes.get(axis, 1) for axis in AXES})
+
+
+def mesh(**sizes: int) -> Mesh:
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    return Mesh(np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape), AXES)
+
+
+def choices(rng: np.random.Generator, tokens: int, *, uneven: bool = False) -> np.ndarray:
+    """Distinct experts for each token; some tokens without any."""
+    weight = np.asarray([8, 4, 2, 1, 1, 1, 0.5, 0.5] if uneven else [1] * EXPERTS)
+    expert = np.stack([rng.choice(EXPERTS, K, replace=False, p=weight / weight.sum()) for _ in range(tokens)])
+    expert[rng.random(tokens) < 0.15] = -1
+    return expert.astype(np.int32)
+
+
+def identity(rows: jax.Array, _product: Any) -> jax.Array:
+    return rows
+
+
+def scaled(rows: jax.Array, product: Any) -> jax.Array:
+    """Experts that multiply by 1, 2, 3, ...: which one did the work shows."""
+    factor = jnp.arange(1, EXPERTS + 1, dtype=rows.dtype)
+    mine = factor.reshape(-1, 1, 1) * jnp.eye(WIDTH, dtype=rows.dtype)
+    if jax.typeof(rows).manual_axis_type.varying:
+        axis = jax.lax.axis_index("expert") * (EXPERTS // jax.lax.axis_size("expert"))
+        mine = jax.lax.dynamic_slice_in_dim(mine, axis, EXPERTS // jax.lax.axis_size("expert"), 0)
+    return product(rows, mine)
+
+
+def run(
+    dispatch: Any, experts: Any, x: np.ndarray, expert: np.ndarray, gate: np.ndarray, capacity: int, ways: int, context: int = 1
+) -> Any:
+    """One group a device of `expert`; the tokens of a group over `context`."""
+    spread_over = layout(expert=ways, context=context)
+    place = jax.vmap(lambda e: places(e[None], None, EXPERTS, capacity, "position")[0])(expert.reshape(ways, -1, K)).reshape(-1, K)
+
+    def spmd(x_nD: jax.Array, expert_nk: jax.Array, gate_nk: jax.Array, place_nk: jax.Array) -> Any:
+        group_n = jnp.zeros(x_nD.shape[0], jnp.int32)
+        y, lost = dispatch(spread_over, x_nD, Routed(expert_nk, gate_nk, place_nk, group_n, 1, capacity, EXPERTS), experts)
+        return y, jnp.zeros((1,), jnp.int32) + (0 if lost is None else lost)
+
+    over = P(("expert", "context"))
+    mapped = jax.shard_map(spmd, mesh=mesh(expert=ways, context=context), in_specs=over, out_specs=(over, over), check_vma=True)
+    y, lost = jax.jit(mapped)(x, expert, gate, place)
+    return np.asarray(y), np.asarray(place), int(np.sum(lost))
+
+
+def given_tokens(seed: int, *, uneven: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((4 * TOKENS, WIDTH)).astype(np.float32)
+    return x, choices(rng, 4 * TOKENS, uneven=uneven), np.full((4 * TOKENS, K), 0.5, np.float32)
+
+
+WAYS = [("all_to_all", all_to_all), ("ragged", Ragged(8.0, native=False))]
+
+
+@pytest.mark.parametrize(("name", "dispatch"), WAYS)
+@pytest.mark.parametrize(("ways", "context"), [(1, 1), (2, 1), (4, 1), (4, 2), (2, 4)])
+def test_identity_experts_give_every_token_back(name: str, dispatch: Any, ways: int, context: int) -> None:
+    """Gates of 1/2 and two experts: a token comes back bit for bit, half of it where one choice was dropped."""
+    del name
+    x, expert, gate = given_tokens(ways, uneven=True)
+    y, place, lost = run(dispatch, identity, x, expert, gate, 7, ways, context)
+    kept = (place >= 0).sum(axis=1)
+    assert lost == 0
+    assert (kept == 1).sum() > 0
+    np.testing.assert_array_equal(y, x * (kept * np.float32(0.5))[:, None])
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_every_token_meets_its_experts(ways: int) -> None:
+    """Experts that multiply by their number: `local`, `all_to_all` and `ragged` agree with NumPy, and bit for bit with each other."""
+    x, expert, gate = given_tokens(7)
+    everyone = TOKENS * 4 // ways
+    want = x * np.where(expert >= 0, (expert + 1) * 0.5, 0).sum(axis=1, keepdims=True).astype(np.float32)
+    by_buffers, _, _ = run(all_to_all, scaled, x, expert, gate, everyone, ways)
+    by_runs, _, _ = run(Ragged(8.0, native=False), scaled, x, expert, gate, everyone, ways)
+    alone, _, _ = run(local, partial(_scaled_alone), x, expert, gate, 4 * TOKENS, 1)
+    np.testing.assert_array_equal(by_buffers, by_runs)
+    np.testing.assert_array_equal(by_buffers, alone)
+    np.testing.assert_allclose(by_buffers, want, rtol=1e-6)
+
+
+def _scaled_alone(rows: jax.Array, product: Any) -> jax.Array:
+    factor = jnp.arange(1, EXPERTS + 1, dtype=rows.dtype)
+    return product(rows, factor.reshape(-1, 1, 1) * jnp.eye(WIDTH, dtype=rows.dtype))
+
+
+def test_rows_beyond_the_buffer_are_counted() -> None:
+    """All tokens to the experts of the first device, which has room for what it would get if all were balanced."""
+    x, expert, gate = given_tokens(3)
+    expert = np.where(expert >= 0, np.asarray([[0, 1]], np.int32), -1)
+    total = int((expert >= 0).sum())
+    y, _, lost = run(Ragged(1.0, native=False), identity, x, expert, gate, 4 * TOKENS, 4)
+    assert lost == total - TOKENS * K
+    # What did fit is right, what did not is missing, and nothing else is there.
+    halves = np.round(np.divide(y, x, where=x != 0, out=np.zeros_like(x)) * 2)
+    np.testing.assert_array_equal(y, x * halves * np.float32(0.5))
+    assert halves.sum() == WIDTH * TOKENS * K
+
+
+def test_local_cannot_reach_other_devices() -> None:
+    with pytest.raises(LayoutError, match=re.escape("dispatch local needs all experts on every device")):
+        run(local, identity, *given_tokens(0), 7, 2)
+
+
+# Index maths against NumPy.
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    peers = draw(st.integers(1, 4))
+    wanted = np.asarray(draw(st.lists(st.integers(0, 5), min_size=peers * peers, max_size=peers * peers)), np.int32).reshape(peers, peers)
+    return wanted, draw(st.integers(1, 18))
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables())
+def test_runs_are_those_of_a_loop(table: tuple[np.ndarray, int]) -> None:
+    wanted, room = table
+    found = [runs_of(jnp.asarray(wanted), i, room) for i in range(len(wanted))]
+    for receiver in range(len(wanted)):
+        at = 0
+        for sender in range(len(wanted)):
+            size = min(int(wanted[sender, receiver]), room - at)
+            runs, mine = found[sender], found[receiver]
+            assert int(runs.from_p[receiver]) == int(mine.got_from_p[sender]) == wanted[sender, :receiver].sum()
+            assert int(runs.size_p[receiver]) == int(mine.got_size_p[sender]) == size
+            assert int(runs.at_p[receiver]) == int(mine.got_at_p[sender]) == at
+            at += size
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_received_rows_are_sorted_by_expert(seed: int, room: int) -> None:
+    rng = np.random.default_rng(seed)
+    peers, each = 3, 2
+    sizes = rng.integers(0, 5, (peers, peers * each)).astype(np.int32)
+    me = int(rng.integers(peers))
+    runs = runs_of(jnp.asarray(sizes.reshape(peers, peers, each).sum(2)), me, room)
+    order, total = by_local_expert(runs, jnp.asarray(sizes), me, room)
+    came = [expert for sender in range(peers) for expert in range(each) for _ in range(sizes[sender, me * each + expert])][:room]
+    want = np.full(room, -1)
+    want[np.argsort(came, kind="stable")] = np.arange(len(came))
+    np.testing.assert_array_equal(order, want)
+    np.testing.assert_array_equal(total, [came.count(expert) for expert in range(each)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_exchange_moves_runs_and_its_gradient_moves_them_back(seed: int) -> None:
+    peers, rows, room = 4, 12, 20
+    rng = np.random.default_rng(seed)
+    wanted = rng.multinomial(rows - 2, [0.55, 0.15, 0.0, 0.3], size=peers).astype(np.int32)
+    x = rng.standard_normal((peers, rows, 3)).astype(np.float32)
+    weight = rng.standard_normal((peers, room, 3)).astype(np.float32)
+
+    def spmd(x_NI: jax.Array, w_RI: jax.Array) -> Any:
+        runs: Runs = runs_of(jnp.asarray(wanted), jax.lax.axis_index("expert"), room)
+        y, back = jax.vjp(lambda x: Exchange(("expert",), native=False)(x, runs, room), x_NI[0])
+        return y[None], back(w_RI[0])[0][None]
+
+    mapped = jax.shard_map(spmd, mesh=mesh(expert=peers), in_specs=P("expert"), out_specs=P("expert"))
+    y, dx = (np.asarray(a) for a in jax.jit(mapped)(x, weight))
+    want_y, want_dx = np.zeros_like(weight), np.zeros_like(x)
+    for receiver in range(peers):
+        at = 0
+        for sender in range(peers):
+            begin, size = wanted[sender, :receiver].sum(), min(wanted[sender, receiver], room - at)
+            want_y[receiver, at : at + size] = x[sender, begin : begin + size]
+            want_dx[sender, begin : begin + size] = weight[receiver, at : at + size]
+            at += size
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_array_equal(dx, want_dx)
+
+
+@pytest.mark.parametrize("k", [1, 2, 12])
+def test_gradients_of_spread_and_collect_are_those_of_plain_indexing(k: int) -> None:
+    """12 choices a token are summed in a loop."""
+    rng = np.random.default_rng(k)
+    tokens, rows = 5, 70
+    row = rng.permutation(rows)[: tokens * k].reshape(tokens, k).astype(np.int32)
+    row[rng.random(row.shape) < 0.2] = -1
+    x, gate = rng.standard_normal((tokens, 3)), rng.standard_normal((tokens, k))
+    scale = rng.standard_normal((rows, 3))
+
+    def ours(x: jax.Array, gate: jax.Array) -> jax.Array:
+        where = rows_of(jnp.asarray(row), rows)
+        return jnp.sum(jnp.sin(collect(spread(x, where) * scale, gate, where)))
+
+    def plain(x: jax.Array, gate: jax.Array) -> jax.Array:
+        kept = jnp.asarray(row >= 0)[..., None]
+        return jnp.sum(jnp.sin(jnp.sum(jnp.where(kept, x[:, None] * scale[np.maximum(row, 0)] * gate[..., None], 0.0), axis=1)))
+
+    with jax.enable_x64(True):
+        got, want = (jax.value_and_grad(f, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(gate)) for f in (ours, plain))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
