@@ -43,7 +43,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
     run = [c for c in commands() if not c.startswith(BY_CI)]
     assert len(run) >= 8
     for command in run:
-        words = command.split() + ([] if command.startswith(("jaxpar doctor", "jaxpar schedule")) else SHORT)
+        words = command.split() + ([] if command.startswith(("jaxpar doctor", "jaxpar schedule", "jaxpar report")) else SHORT)
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 

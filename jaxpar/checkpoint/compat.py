@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from jaxpar.config.run import RunConfig
 from jaxpar.core.words import versions
 
 # Keys and sections that may change between a save and its resume. All others decide what the state means, or which sample comes next.
@@ -11,6 +14,8 @@ MAY_CHANGE = (
     *("compute_dtype", "loss_chunk_tokens", "z_loss", "train", "checkpoint", "log", "run", "optimizer"),
     # Where the data lie; what they are is compared by fingerprint.
     *("data.path", "data.prefetch", "data.mixture.*.path"),
+    # How tokens travel to experts, and what stops a run.
+    *("model.moe.dispatch", "model.moe.ragged_buffer_factor", "model.moe.allow_overflow", "model.moe.max_drop_fraction"),
 )
 # Exceptions inside of sections that may change.
 MUST_MATCH = ("optimizer.name",)
@@ -41,13 +46,21 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, str]]:
-    old, new = _flat(saved), _flat(current)
+    old, new = _flat(_with_defaults(saved)), _flat(current)
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if before != after:
             lines.append((key, f"{key}: the checkpoint has {_show(before)}, this run {_show(after)}"))
     return lines
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config saved by an older version, with the defaults of keys that it did not have: what they name was not there, or was so."""
+    try:
+        return RunConfig.model_validate(saved).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def _show(value: Any) -> str:

@@ -160,7 +160,7 @@ def test_runs_are_those_of_a_loop(table: tuple[np.ndarray, int]) -> None:
             at += size
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10_000), st.integers(1, 40))
 def test_received_rows_are_sorted_by_expert(seed: int, room: int) -> None:
     rng = np.random.default_rng(seed)

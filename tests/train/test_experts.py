@@ -1,0 +1,102 @@
+"""Runs with experts: what a row tells, what stops a run, and going on under another mesh and another way to travel."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jaxpar.build import Parts
+from jaxpar.core.records import read_records
+from jaxpar.core.tree import named_leaves
+from jaxpar.train.errors import ExpertsError
+from jaxpar.train.experts import max_over_mean, table_row
+from jaxpar.train.loop import Result
+from tests.train.test_resume import stopped_after
+
+Make = Callable[..., Parts]
+Run = Callable[..., Result]
+
+MOE = ("model.moe.num_experts=4", "model.moe.expert_dim=32", "optimizer.schedule=constant")
+BIASED = (
+    *MOE,
+    "model.moe.router=sigmoid_bias",
+    "model.moe.bias_rate=0.01",
+    "train.steps=10",
+    "checkpoint.save_every=5",
+    "optimizer.warmup_steps=0",
+)
+
+
+def bias(result: Result) -> np.ndarray:
+    return np.asarray(named_leaves(result.state.params)["blocks.moe.router.bias"])
+
+
+def test_a_row_has_every_experts_load_and_what_was_dropped(run: Run) -> None:
+    result = run(*MOE, "train.steps=3", "model.moe.capacity_factor=0.5", "mesh.expert=2", devices=2)
+    row = read_records(result.run_dir / "metrics.jsonl")[-1]
+    assert np.shape(row["moe_load"]) == np.shape(row["eval_moe_load"]) == (2, 4)
+    np.testing.assert_allclose(np.sum(row["moe_load"], axis=1), 1, atol=1e-4)
+    assert np.shape(row["moe_dropped"]) == (2,)
+    assert row["moe_dropped_worst"] == pytest.approx(max(row["moe_dropped"]), abs=1e-5)
+    assert row["moe_dropped_worst"] >= 0.49  # half a place a choice
+    assert row["moe_max_load"] == pytest.approx(max(max_over_mean(np.asarray(row["moe_load"]))), rel=1e-3)
+    # Places of 4 experts: ceil(32 x 2 / 4 / 2) = 8 for each of 4 rows; 32 wide, float32; a half leaves; 4 times in each of 2 blocks.
+    assert row["moe_exchange_bytes"] == 4 * 2 * (4 * 4 * 8 * 32 * 4) // 2
+
+
+def test_balance_is_a_term_of_its_own_and_loss_stays_the_cross_entropy(run: Run) -> None:
+    """Case MOE-12: at step 1 the loss is the same with a coefficient and without."""
+    without = run(*MOE, "train.steps=2", folder="without")
+    with_it = run(*MOE, "train.steps=2", "model.moe.balance_coefficient=0.5", folder="with")
+    assert with_it.losses[0] == without.losses[0]
+    assert with_it.losses[1] != without.losses[1]
+
+
+def test_too_many_dropped_tokens_stop_a_run_and_leave_a_checkpoint(run: Run, make: Make) -> None:
+    limit = ("train.steps=4", "model.moe.capacity_factor=0.5", "model.moe.max_drop_fraction=0.2")
+    with pytest.raises(ExpertsError, match=r"step 1: block \d dropped 0\.\d+ of its choices, more than model\.moe\.max_drop_fraction=0\.2"):
+        run(*MOE, *limit)
+    parts = make(*MOE, *limit)
+    assert parts.checkpoints.latest() is not None
+    assert "moe_load" in read_records(parts.run_dir / "metrics.jsonl")[-1]
+
+
+@pytest.mark.slow
+def test_an_overflow_stops_a_run_unless_it_is_allowed(run: Run) -> None:
+    tight = (*MOE, "train.steps=2", "model.moe.dispatch=ragged", "model.moe.capacity_factor=null", "mesh.expert=4")
+    tight = (*tight, "model.moe.ragged_buffer_factor=1.0")
+    with pytest.raises(ExpertsError, match=r"block \d lost 0\.\d+ of its choices.*ragged_buffer_factor=1\.0"):
+        run(*tight, devices=4)
+    result = run(*tight, "model.moe.allow_overflow=true", devices=4, folder="allowed")
+    assert read_records(result.run_dir / "metrics.jsonl")[-1]["moe_overflow_worst"] > 0
+
+
+@pytest.mark.slow
+def test_the_bias_moves_by_its_rule_once_a_step(run: Run) -> None:
+    """From zero by the rate towards the mean, whatever the microbatches; with ZeRO, and never by the optimizer."""
+    one = run(*BIASED, "train.steps=1", folder="one")
+    load = np.asarray(read_records(one.run_dir / "metrics.jsonl")[-1]["moe_load"])
+    want = np.float32(0.01) * np.sign(load.mean(axis=1, keepdims=True) - load)
+    np.testing.assert_allclose(bias(one), want, rtol=1e-6)
+    split = run(*BIASED, "train.steps=1", "num_microbatches=2", "mesh.expert=2", "zero_stage=3", devices=2, folder="split")
+    np.testing.assert_array_equal(bias(split), bias(one))
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_experts_elsewhere(make: Make, run: Run) -> None:
+    """Another `expert` size, another dispatcher, a pipeline; the routers' biases come along."""
+    whole = run(*BIASED, folder="whole")
+    part = stopped_after(make(*BIASED, "mesh.expert=4", devices=4), 4)
+    assert part.preempted
+    elsewhere = ("mesh.pipe=2", "mesh.expert=2", "num_microbatches=2", "model.moe.dispatch=ragged", "model.moe.ragged_buffer_factor=4")
+    rest = run(*BIASED, *elsewhere, devices=4)
+    np.testing.assert_allclose(part.losses + rest.losses, whole.losses, rtol=2e-5)
+    np.testing.assert_allclose(bias(rest), bias(whole), atol=1e-7)
+
+
+def test_numbers_of_a_row() -> None:
+    row = table_row({"moe_load": np.asarray([[0.5, 0.25, 0.25, 0.0], [0.25] * 4]), "moe_dropped": np.asarray([0.1, 0.3])})
+    assert row["moe_max_load"] == 2.0
+    assert row["moe_dropped_worst"] == 0.3
+    assert row["moe_load"] == [[0.5, 0.25, 0.25, 0.0], [0.25] * 4]
+    assert max_over_mean(np.zeros((1, 4))).tolist() == [0.0]
