@@ -30,7 +30,7 @@ from jaxpar.optim.schedule import learning_rate
 from jaxpar.parallel.context.select import select
 from jaxpar.parallel.ctx import AttendFn, DispatchFn
 from jaxpar.parallel.dispatch.all_to_all import all_to_all
-from jaxpar.parallel.dispatch.local import local
+from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.ragged import Ragged
 from jaxpar.parallel.forward import Forward
 from jaxpar.parallel.lint import check_reductions
@@ -190,9 +190,10 @@ def build_ticks(config: RunConfig, num_stages: int) -> TickTable:
 
 def build_dispatch(moe: MoeConfig | None, platform: str) -> DispatchFn:
     """How tokens travel to experts and back; a model without experts of ours may have some of its own."""
+    native = platform != "cpu"
     if moe is None or moe.dispatch == "local":
-        return local
-    return Ragged(moe.ragged_buffer_factor, native=platform != "cpu") if moe.dispatch == "ragged" else all_to_all
+        return Local(native)
+    return Ragged(moe.ragged_buffer_factor, native) if moe.dispatch == "ragged" else all_to_all
 
 
 def build_attention(config: RunConfig, layout: Layout, platform: str) -> tuple[AttendFn, str]:

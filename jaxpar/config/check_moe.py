@@ -31,6 +31,7 @@ def moe_problems(config: RunConfig) -> Iterator[Problem]:
         return
     yield from _depth_problems(config.model, moe)
     yield from _choice_problems(moe)
+    yield from _causal_problems(moe)
     yield from _expert_group_problems(moe)
     yield from _capacity_problems(config, moe)
     yield from _balance_problems(config, moe)
@@ -84,6 +85,20 @@ def _choice_problems(moe: MoeConfig) -> Iterator[Problem]:
     elif moe.top_k > moe.num_experts:
         text = f"model.moe.top_k: {moe.top_k} is more than model.moe.num_experts={moe.num_experts}"
         yield Problem(keys, f"{text}; at most {moe.num_experts} would work")
+
+
+def _causal_problems(moe: MoeConfig) -> Iterator[Problem]:
+    """`causal_only` against choices and drops that look at later tokens."""
+    if not moe.causal_only:
+        return
+    key = "model.moe.causal_only"
+    if moe.needs_group:
+        text = f"{key}: true, but model.moe.router={moe.router} decides with all tokens of a group, later ones too"
+        yield Problem((key, "model.moe.router"), f"{text}; model.moe.router=topk would work, or {key}=false")
+    elif moe.capacity_factor is not None and moe.drop_policy != "position":
+        text = f"{key}: true, but with model.moe.drop_policy={moe.drop_policy} a later token can take an earlier one's place"
+        works = "model.moe.drop_policy=position would work, or model.moe.capacity_factor=null"
+        yield Problem((key, "model.moe.drop_policy", "model.moe.capacity_factor"), f"{text}; {works}")
 
 
 def _expert_group_problems(moe: MoeConfig) -> Iterator[Problem]:

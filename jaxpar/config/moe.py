@@ -26,6 +26,7 @@ class MoeConfig(Section):
     expert_dim: PositiveInt | None = None  # hidden width of one expert; None: model.mlp_dim
     router: RouterName = "topk"
     dispatch: Literal["local", "all_to_all", "ragged"] = "all_to_all"
+    causal_only: bool = False  # refuse what lets later tokens of a row decide about earlier ones
 
     # Which layers.
     every: PositiveInt = 1  # the last of every so many layers has experts (GShard: 2)

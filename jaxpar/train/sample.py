@@ -27,8 +27,12 @@ def sample(parts: Parts, params: Params, prompt: str, num_tokens: int, temperatu
 
 
 def rows_of(parts: Parts, prompt_ids: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-    """As many rows as the batch axes want, all with the prompt; each has its own sample number, from which its noise follows."""
-    num_rows = parts.layout.size(parts.layout.batch_axes)
+    """As many rows as the batch axes want, all with the prompt; each has its own sample number, from which its noise follows.
+
+    With experts a whole routing group for each: who shares capacity with the first row is then the same under every layout.
+    """
+    moe = parts.config.model.moe
+    num_rows = parts.layout.size(parts.layout.batch_axes) * (moe.routing_group_sequences if moe else 1)
     seq_len = parts.config.data.seq_len
     tokens_BS = np.zeros((num_rows, seq_len), np.int32)
     tokens_BS[:, : len(prompt_ids)] = prompt_ids

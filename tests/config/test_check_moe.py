@@ -121,6 +121,19 @@ CASES: dict[str, tuple[Changes, str, list[Changes], list[Changes]]] = {
         [],
         [{"model.num_layers": 8, "pipeline.layers_per_stage": None}],
     ),
+    # causality
+    "expert choice where later tokens must not decide": (
+        moe(causal_only=True, router="expert_choice"),
+        "model.moe.causal_only: true, but model.moe.router=expert_choice decides with all tokens of a group, later ones too; ",
+        [moe(router="topk")],
+        [moe(causal_only=False)],
+    ),
+    "drops by gates where later tokens must not decide": (
+        moe(causal_only=True, drop_policy="probability"),
+        "model.moe.causal_only: true, but with model.moe.drop_policy=probability a later token can take an earlier one's place; ",
+        [moe(drop_policy="position")],
+        [moe(causal_only=False)],
+    ),
     # groups of experts
     "groups that do not divide": (
         moe(num_groups=3),

@@ -1,9 +1,12 @@
 """Hugging Face configs and parameter names -> our config section and parameter tree, for comparing the two."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+
+from tests.models import hf_expert_names
 
 Weights = Mapping[str, np.ndarray]
 Tree = dict[str, Any]
@@ -20,7 +23,7 @@ def parameters(kind: str, config: Mapping[str, Any], weights: Weights) -> Tree:
 
 
 def _llama_config(kind: str, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama and its descendants Mistral (a window) and Qwen3 (norms on queries and keys)."""
+    """Llama and its descendants Mistral (a window), Qwen3 (norms on queries and keys), Mixtral and Qwen3-MoE (experts)."""
     rope = hf["rope_parameters"]
     out = {
         "num_layers": hf["num_hidden_layers"],
@@ -31,53 +34,68 @@ def _llama_config(kind: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_dim": hf["intermediate_size"],
         "vocab_size": hf["vocab_size"],
         "norm": "rmsnorm",
-        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "norm_eps": hf.get("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
         "activation": "swiglu",
         "positions": "rope",
         "rope_theta": rope["rope_theta"],
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind.startswith("qwen3"),
         "tied_embeddings": hf["tie_word_embeddings"],
         "sliding_window": hf.get("sliding_window"),
     }
     if rope["rope_type"] == "llama3":
         scaling = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         out["rope_scaling"] = scaling | {"original_max_seq_len": rope["original_max_position_embeddings"]}
+    if kind == "mixtral":
+        out["moe"] = hf_expert_names.mixtral_config(hf)
+    if kind.startswith("qwen3_moe"):
+        out["moe"] = hf_expert_names.qwen3_config(hf)
     return out
 
 
 def _llama_parameters(config: Mapping[str, Any], weights: Weights) -> Tree:
+    c, moe = config, config.get("moe")
+    first, every = (moe["leading_dense"], moe["every"]) if moe else (0, 1)
+    layers = [_llama_layer(c, weights, i) for i in range(c["num_layers"])]
+    blocks = [_stacked(layers[first + i :: every]) for i in range(every)]
+    embed: Tree = {"tokens": {"table": weights["model.embed_tokens.weight"]}}
+    if first:
+        embed["layers"] = {str(i): layers[i] for i in range(first)}
+    head = {"norm": {"scale": weights["model.norm.weight"]}}
+    return {
+        "embed": embed,
+        "blocks": blocks[0] if every == 1 else {"layers": {str(i): block for i, block in enumerate(blocks)}},
+        "head": head if c["tied_embeddings"] else head | {"out": {"kernel": weights["lm_head.weight"].T}},
+    }
+
+
+def _llama_layer(config: Mapping[str, Any], weights: Weights, index: int) -> Tree:
     """Linear stores [out, in]; a head's part of `out` is contiguous."""
-    c = config
+    c, prefix = config, f"model.layers.{index}."
+    own = {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
     head_dim = c["head_dim"] or c["embed_dim"] // c["num_heads"]
 
-    def layers(name: str) -> np.ndarray:
-        return np.stack([weights[f"model.layers.{i}.{name}.weight"] for i in range(c["num_layers"])])
-
-    def kernel(name: str) -> Tree:
-        return {"kernel": layers(name).swapaxes(1, 2)}
+    def scale(name: str) -> Tree:
+        return {"scale": own[f"{name}.weight"]}
 
     def heads(name: str, num: int) -> Tree:
-        return {"kernel": kernel(name)["kernel"].reshape(c["num_layers"], c["embed_dim"], num, head_dim)}
+        return {"kernel": own[f"{name}.weight"].T.reshape(c["embed_dim"], num, head_dim)}
 
     attention = {
         "query": heads("self_attn.q_proj", c["num_heads"]),
         "key": heads("self_attn.k_proj", c["num_kv_heads"]),
         "value": heads("self_attn.v_proj", c["num_kv_heads"]),
-        "out": {"kernel": kernel("self_attn.o_proj")["kernel"].reshape(c["num_layers"], c["num_heads"], head_dim, c["embed_dim"])},
+        "out": {"kernel": own["self_attn.o_proj.weight"].T.reshape(c["num_heads"], head_dim, c["embed_dim"])},
     }
     if c["qk_norm"]:
-        attention |= {"query_norm": {"scale": layers("self_attn.q_norm")}, "key_norm": {"scale": layers("self_attn.k_norm")}}
-    head = {"norm": {"scale": weights["model.norm.weight"]}}
-    return {
-        "embed": {"tokens": {"table": weights["model.embed_tokens.weight"]}},
-        "blocks": {
-            "attention_norm": {"scale": layers("input_layernorm")},
-            "attention": attention,
-            "mlp_norm": {"scale": layers("post_attention_layernorm")},
-            "mlp": {"gate": kernel("mlp.gate_proj"), "up": kernel("mlp.up_proj"), "down": kernel("mlp.down_proj")},
-        },
-        "head": head if c["tied_embeddings"] else head | {"out": {"kernel": weights["lm_head.weight"].T}},
-    }
+        attention |= {"query_norm": scale("self_attn.q_norm"), "key_norm": scale("self_attn.k_norm")}
+    layer = {"attention_norm": scale("input_layernorm"), "attention": attention, "mlp_norm": scale("post_attention_layernorm")}
+    inside = {name.removeprefix("mlp."): values for name, values in own.items() if name.startswith("mlp.")}
+    has_experts = "experts.down_proj" in inside
+    return layer | ({"moe": hf_expert_names.moe(inside)} if has_experts else {"mlp": hf_expert_names.mlp(inside)})
+
+
+def _stacked(layers: Sequence[Tree]) -> Tree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
 
 
 def _gpt2_config(hf: Mapping[str, Any]) -> dict[str, Any]:

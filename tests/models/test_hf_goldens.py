@@ -25,11 +25,11 @@ GATES = {"float32": 1e-5, "float64": 1e-12}
 RUNS = [("float32", {}), ("float32", {"data": 2, "tensor": 2}), ("float64", {}), ("float64", {"data": 2, "context": 2, "tensor": 2})]
 
 
-def read(case: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """(config, weights, tokens, logits) of a golden file."""
+def read(case: str, given: str = "tokens", result: str = "logits") -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """(config, weights, given, result) of a golden file."""
     with np.load(Path(__file__).parents[1] / "goldens" / f"hf_{case}.npz") as file:
         weights = {name.removeprefix("weights/"): file[name] for name in file.files if name.startswith("weights/")}
-        return json.loads(str(file["config"])), weights, file["tokens"], file["logits"]
+        return json.loads(str(file["config"])), weights, file[given], file[result]
 
 
 def parts_of(model: Mapping[str, Any], seq_len: int, rows: int, mesh: Mapping[str, int], dtype: str) -> Parts:

@@ -1,7 +1,6 @@
 """Dispatchers on their own: tokens conserved, the same bits whichever way they travel, index maths against NumPy, overflow counted."""
 
 import re
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from jaxpar.config.layout import Layout, LayoutError
 from jaxpar.ops.routing.capacity import places
 from jaxpar.parallel.dispatch.all_to_all import all_to_all
 from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
-from jaxpar.parallel.dispatch.local import local
+from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
+from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
 from jaxpar.parallel.dispatch.routed import Routed
@@ -105,7 +105,7 @@ def test_every_token_meets_its_experts(ways: int) -> None:
     want = x * np.where(expert >= 0, (expert + 1) * 0.5, 0).sum(axis=1, keepdims=True).astype(np.float32)
     by_buffers, _, _ = run(all_to_all, scaled, x, expert, gate, everyone, ways)
     by_runs, _, _ = run(Ragged(8.0, native=False), scaled, x, expert, gate, everyone, ways)
-    alone, _, _ = run(local, partial(_scaled_alone), x, expert, gate, 4 * TOKENS, 1)
+    alone, _, _ = run(Local(native=False), _scaled_alone, x, expert, gate, 4 * TOKENS, 1)
     np.testing.assert_array_equal(by_buffers, by_runs)
     np.testing.assert_array_equal(by_buffers, alone)
     np.testing.assert_allclose(by_buffers, want, rtol=1e-6)
@@ -131,7 +131,7 @@ def test_rows_beyond_the_buffer_are_counted() -> None:
 
 def test_local_cannot_reach_other_devices() -> None:
     with pytest.raises(LayoutError, match=re.escape("dispatch local needs all experts on every device")):
-        run(local, identity, *given_tokens(0), 7, 2)
+        run(Local(native=False), identity, *given_tokens(0), 7, 2)
 
 
 # Index maths against NumPy.
@@ -168,10 +168,13 @@ def test_received_rows_are_sorted_by_expert(seed: int, room: int) -> None:
     sizes = rng.integers(0, 5, (peers, peers * each)).astype(np.int32)
     me = int(rng.integers(peers))
     runs = runs_of(jnp.asarray(sizes.reshape(peers, peers, each).sum(2)), me, room)
-    order, total = by_local_expert(runs, jnp.asarray(sizes), me, room)
+    tiles = Tiles(int(rng.choice([1, 4])))
+    order, total = by_local_expert(runs, jnp.asarray(sizes), me, room, tiles)
     came = [expert for sender in range(peers) for expert in range(each) for _ in range(sizes[sender, me * each + expert])][:room]
     want = np.full(room, -1)
-    want[np.argsort(came, kind="stable")] = np.arange(len(came))
+    second = -(-came.count(0) // tiles.rows) * tiles.rows  # where the rows of the second expert begin
+    want[[i for i, expert in enumerate(came) if expert == 0]] = np.arange(came.count(0))
+    want[[i for i, expert in enumerate(came) if expert == 1]] = second + np.arange(came.count(1))
     np.testing.assert_array_equal(order, want)
     np.testing.assert_array_equal(total, [came.count(expert) for expert in range(each)])
 
@@ -225,3 +228,35 @@ def test_gradients_of_spread_and_collect_are_those_of_plain_indexing(k: int) -> 
         got, want = (jax.value_and_grad(f, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(gate)) for f in (ours, plain))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [[16, 0, 5, 9], [0, 0, 0, 3], [0, 0, 0, 0], [8, 8, 8, 8]])
+def test_tiles_multiply_as_a_loop_over_experts_does(sizes: list[int]) -> None:
+    """Values and both gradients."""
+    tiles, total = Tiles(8), sum(sizes)
+    room = tiles.room(32, 4)
+    rng = np.random.default_rng(total)
+    begin = np.asarray(tiles.begin(jnp.asarray(sizes, jnp.int32)))
+    mine = [begin[e] + np.arange(size) for e, size in enumerate(sizes)]
+    rows, weights, scale = np.zeros((room, 3)), rng.standard_normal((4, 3, 5)), np.zeros((room, 5))
+    for at in mine:
+        rows[at], scale[at] = rng.standard_normal((len(at), 3)), rng.standard_normal((len(at), 5))  # nobody reads the others
+
+    def ours(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(tiles.product(jnp.asarray(sizes, jnp.int32))(rows, weights)) * scale)
+
+    def plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return sum((jnp.sum(jnp.sin(rows[at] @ weights[e]) * scale[at]) for e, at in enumerate(mine)), jnp.zeros(()))
+
+    with jax.enable_x64(True):
+        got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(jnp.asarray(rows), jnp.asarray(weights)) for f in (ours, plain))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_tiles_follow_the_rows_of_an_expert() -> None:
+    assert tiles_for(4096, 8, native=True).rows == 1
+    assert [tiles_for(n, 8, native=False).rows for n in (8, 512, 1024, 100_000)] == [8, 32, 64, 128]
+    for num_rows in (1, 63, 64, 65):
+        worst = max(sum(-(-size // 8) * 8 for size in split) for split in ([num_rows, 0, 0], [1, 1, max(num_rows - 2, 0)]))
+        assert worst <= Tiles(8).room(num_rows, 3)

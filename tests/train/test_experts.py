@@ -11,6 +11,7 @@ from jaxpar.core.tree import named_leaves
 from jaxpar.train.errors import ExpertsError
 from jaxpar.train.experts import max_over_mean, table_row
 from jaxpar.train.loop import Result
+from jaxpar.train.sample import sample
 from tests.train.test_resume import stopped_after
 
 Make = Callable[..., Parts]
@@ -92,6 +93,18 @@ def test_a_stopped_run_goes_on_with_experts_elsewhere(make: Make, run: Run) -> N
     rest = run(*BIASED, *elsewhere, devices=4)
     np.testing.assert_allclose(part.losses + rest.losses, whole.losses, rtol=2e-5)
     np.testing.assert_allclose(bias(rest), bias(whole), atol=1e-7)
+
+
+@pytest.mark.slow
+def test_the_same_text_is_written_wherever_experts_are(run: Run, make: Make) -> None:
+    """Groups of two rows, with drops: the rows that share capacity are the same under every layout."""
+    moe = (*MOE, "train.steps=8", "model.moe.routing_group_sequences=2", "model.moe.capacity_factor=0.8")
+    trained = run(*moe)
+    one = sample(make(*moe), trained.state.params, "the mesh", 12)
+    parts = make(*moe, "mesh.expert=2", "mesh.pipe=2", "num_microbatches=2", devices=4)
+    state = parts.natural.to_run(parts.checkpoints.restore(8, parts.natural.state)[0])
+    assert sample(parts, state.params, "the mesh", 12) == one
+    assert len(one) >= 16
 
 
 def test_numbers_of_a_row() -> None:

@@ -13,14 +13,15 @@ from jaxtyping import Array, Float, Int
 from jaxpar.config.layout import Layout
 from jaxpar.core.protocols import Experts
 from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
+from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.routed import Routed
-from jaxpar.parallel.dispatch.sorted import by_expert, ragged_product
+from jaxpar.parallel.dispatch.sorted import by_expert, through_experts
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A dispatcher. native: by `lax.ragged_all_to_all`, which XLA:CPU lacks."""
+    """A dispatcher. native: by `lax.ragged_all_to_all` and `lax.ragged_dot`, which XLA:CPU lacks or multiplies with every expert."""
 
     buffer_factor: float
     native: bool
@@ -28,27 +29,28 @@ class Ragged:
     def __call__(self, layout: Layout, x_nD: Float[Array, "n D"], routed: Routed, experts: Experts) -> tuple[Array, Array]:
         """(every token's experts' outputs, weighted and summed, a partial sum where `mlp` is split; rows of this device cut off)."""
         axes = layout.split("experts")
-        row_nk, sizes_E = by_expert(routed)
-        rows = rows_of(row_nk, row_nk.size)
-        sorted_ND = spread(x_nD, rows)
-        if not axes:
-            y_ND = experts(sorted_ND, ragged_product(sizes_E))
-            return collect(y_ND, routed.gate_nk, rows), jnp.zeros((), jnp.int32)
         ways = layout.size(axes)
+        tiles = tiles_for(routed.expert_nk.size, routed.num_experts // ways, native=self.native)
+        if not axes:
+            return through_experts(x_nD, routed, experts, tiles), jnp.zeros((), jnp.int32)
+        row_nk, sizes_E = by_expert(routed, Tiles(1))
+        rows = rows_of(row_nk, row_nk.size)
         room = math.ceil(self.buffer_factor * row_nk.size)
         sizes_pE = lax.all_gather(sizes_E, axes)
         runs = runs_of(jnp.sum(sizes_pE.reshape(ways, ways, -1), axis=2, dtype=jnp.int32), lax.axis_index(axes), room)
         exchange = Exchange(axes, self.native)
-        got_RD = exchange(sorted_ND, runs, room)
-        order, mine_E = by_local_expert(runs, sizes_pE, lax.axis_index(axes), room)
-        arranged = rows_of(order[:, None], room)
-        y_RD = experts(spread(got_RD, arranged), ragged_product(mine_E))
-        y_RD = collect(y_RD, jnp.ones_like(order[:, None], y_RD.dtype), arranged)
+        got_RD = exchange(spread(x_nD, rows), runs, room)
+        order_R, mine_E = by_local_expert(runs, sizes_pE, lax.axis_index(axes), room, tiles)
+        arranged = rows_of(order_R[:, None], tiles.room(room, mine_E.shape[0]))
+        y_RD = experts(spread(got_RD, arranged), tiles.product(mine_E))
+        y_RD = collect(y_RD, jnp.ones_like(order_R[:, None], y_RD.dtype), arranged)
         y_ND = exchange(y_RD, runs.back, row_nk.size)
         return collect(y_ND, routed.gate_nk, rows), jnp.sum(sizes_E, dtype=jnp.int32) - jnp.sum(runs.size_p, dtype=jnp.int32)
 
 
-def by_local_expert(runs: Runs, sizes_pE: Int[Array, "p E"], me: Array | int, room: int) -> tuple[Int[Array, " R"], Int[Array, " e"]]:
+def by_local_expert(
+    runs: Runs, sizes_pE: Int[Array, "p E"], me: Array | int, room: int, tiles: Tiles
+) -> tuple[Int[Array, " R"], Int[Array, " e"]]:
     """(for each received row its place when all are sorted by expert, -1 where nothing came; rows of each of this device's experts).
 
     Rows come sorted by (sender, expert); within a sender the last are missing where they were cut off.
@@ -58,8 +60,7 @@ def by_local_expert(runs: Runs, sizes_pE: Int[Array, "p E"], me: Array | int, ro
     ends_pe = jnp.minimum(jnp.cumsum(wanted_pe, axis=1, dtype=jnp.int32), runs.got_size_p[:, None])
     sizes_pe = jnp.diff(ends_pe, axis=1, prepend=jnp.zeros_like(ends_pe[:, :1]))
     total_e = jnp.sum(sizes_pe, axis=0, dtype=jnp.int32)
-    first_e = jnp.cumsum(total_e, dtype=jnp.int32) - total_e
-    target_pe = first_e + jnp.cumsum(sizes_pe, axis=0, dtype=jnp.int32) - sizes_pe  # where the rows of (sender, expert) go
+    target_pe = tiles.begin(total_e) + jnp.cumsum(sizes_pe, axis=0, dtype=jnp.int32) - sizes_pe  # where the rows of (sender, expert) go
     begin_pe = runs.got_at_p[:, None] + ends_pe - sizes_pe  # where they are
     row_R = jnp.arange(room, dtype=jnp.int32)
     found_R = jnp.clip(jnp.searchsorted(begin_pe.reshape(-1), row_R, side="right").astype(jnp.int32) - 1, 0)

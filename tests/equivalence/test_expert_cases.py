@@ -1,0 +1,123 @@
+"""Experts where others have failed: no tokens for some, gradients off by the size of an axis, losses that grow with microbatches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.config.run import RunConfig
+from jaxpar.core.tree import named_leaves
+from jaxpar.step.train_step import make_gradients
+from tests.equivalence.harness import FLOAT64_GATE, config, gradients, initial, one_device, parts_of, relative_l2, rows_of, stored
+
+Edit = Callable[[dict[str, Any]], dict[str, Any]]  # of the blocks' experts and router
+MOE: dict[str, Any] = {"model": {"moe": {"num_experts": 8, "top_k": 2, "capacity_factor": None}}}
+FOUR = {"mesh": {"expert": 4, "data": 2}}
+
+
+def edited(run: RunConfig, edit: Edit) -> Any:
+    params = initial(run)
+    return params | {"blocks": params["blocks"] | {"moe": edit(dict(params["blocks"]["moe"]))}}
+
+
+def gradients_at(run: RunConfig, params: Any, rows: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """As `harness.gradients`, at parameters of one's own."""
+    with jax.enable_x64(True):
+        parts = parts_of(run)
+        placed = jax.device_put(stored(parts.layout, params), parts.placement.state_shardings.params)
+        batch = parts.feed.place(rows, run.num_microbatches)
+        means, grads = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))(placed, batch, jnp.asarray(3, jnp.int32))
+        return {n: np.asarray(v) for n, v in means.items()}, {n: np.asarray(g) for n, g in named_leaves(grads).items()}
+
+
+def all_to_the_first_two(moe: dict[str, Any]) -> dict[str, Any]:
+    bias = np.zeros_like(moe["router"]["bias"])
+    bias[:, :2] = 5.0
+    return moe | {"router": moe["router"] | {"bias": bias}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
+def test_experts_without_tokens_have_gradients_of_zero(dispatch: str) -> None:
+    """Case MOE-05: three devices get nothing, and nothing of them is NaN, or other than what one device has."""
+    ragged = {"ragged_buffer_factor": 8.0} if dispatch == "ragged" else {}
+    run = config(MOE, FOUR, {"model": {"moe": {"router": "sigmoid_bias", "dispatch": dispatch, **ragged}}})
+    alone = config(MOE, {"model": {"moe": {"router": "sigmoid_bias", "dispatch": "local"}}})
+    params, rows = edited(run, all_to_the_first_two), rows_of(run, 0)
+    means, grads = gradients_at(run, params, rows)
+    want_means, want = gradients_at(alone, params, rows)
+    np.testing.assert_allclose(means["moe_load"][:, 2:], 0)
+    for name, leaf in grads.items():
+        assert np.isfinite(leaf).all(), name
+        assert relative_l2(leaf, want[name]) < FLOAT64_GATE, name
+    for name in ("gate", "up", "down"):
+        kernel = grads[f"blocks.moe.experts.{name}.kernel"]
+        assert not kernel[:, 2:].any()
+        assert kernel[:, :2].any(axis=(2, 3)).all()
+    assert abs(means["loss"] - want_means["loss"]) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"mesh": {"expert": 8}}, {"mesh": {"expert": 2, "tensor": 2, "data": 2}, "zero_stage": 3}])
+def test_expert_gradients_are_those_of_finite_differences(layout: dict[str, Any]) -> None:
+    """Case MOE-06: the scale of an expert's gradient is that of the loss, whatever `expert` is."""
+    run = config(MOE, layout, {"model": {"moe": {"router": "sigmoid_bias"}}})
+    rows, step = rows_of(run, 0), 1e-4
+    _, grads = gradients_at(run, initial(run), rows)
+    for name, at in (("up", (2, 5, 7, 11)), ("down", (0, 0, 3, 1)), ("gate", (3, 7, 60, 100))):
+        gradient = grads[f"blocks.moe.experts.{name}.kernel"][at]
+
+        def moved(by: float, name: str = name, at: tuple[int, ...] = at) -> float:
+            def edit(moe: dict[str, Any]) -> dict[str, Any]:
+                kernel = moe["experts"][name]["kernel"].copy()
+                kernel[at] += by
+                return moe | {"experts": moe["experts"] | {name: {"kernel": kernel}}}
+
+            return float(gradients_at(config(MOE, {"model": {"moe": {"router": "sigmoid_bias"}}}), edited(run, edit), rows)[0]["loss"])
+
+        measured = (moved(step) - moved(-step)) / (2 * step)
+        assert measured == pytest.approx(gradient, rel=1e-5, abs=1e-12), name
+
+
+@pytest.mark.slow
+def test_balance_does_not_grow_with_microbatches_or_shards() -> None:
+    """Case MOE-10: a metric that is the same, and a gradient of the router that is there and the same."""
+    coefficients = {"model": {"moe": {"balance_coefficient": 0.5, "capacity_factor": 1.25}}}
+    run = config(MOE, coefficients, {"mesh": {"data": 4}, "num_microbatches": 4})
+    means, grads = gradients(run, rows_of(run, 0))
+    want_means, want = one_device(run)
+    _, plain = one_device(config(MOE, {"model": {"moe": {"capacity_factor": 1.25}}}))
+    router = "blocks.moe.router.kernel"
+    np.testing.assert_allclose(means["moe_balance"], want_means["moe_balance"], rtol=1e-13)
+    assert relative_l2(grads[router], want[router]) < FLOAT64_GATE
+    assert relative_l2(want[router], plain[router]) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
+def test_a_token_changes_its_own_row_from_its_place_on(dispatch: str) -> None:
+    """Case MOE-17: with expert and tensor above 1, rows do not mix, and nothing looks ahead."""
+    run = config(
+        MOE, {"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {"model": {"moe": {"dispatch": dispatch}}, "data": {"global_batch_size": 8}}
+    )
+    rows = {name: a[:8] for name, a in rows_of(config(MOE), 0).items()}
+    rows |= {"weights": np.ones_like(rows["weights"]), "segments": np.ones_like(rows["segments"])}
+    rows |= {"positions": np.broadcast_to(np.arange(32, dtype=np.int32), (8, 32)).copy()}
+    other = {name: a.copy() for name, a in rows.items()}
+    other["tokens"][3, 20] = (other["tokens"][3, 20] + 1) % 96
+    with jax.enable_x64(True):
+        parts = parts_of(run)
+        params = parts.init_state().params
+
+        def loss(of: dict[str, np.ndarray], weights: np.ndarray) -> float:
+            sums, _ = parts.eval_step(params, parts.feed.place(of | {"weights": weights}, 1))
+            return float(sums["loss"])
+
+        untouched, touched = np.ones((8, 32), np.float32), np.zeros((8, 32), np.float32)
+        untouched[3, 20:] = 0
+        touched[3, 20:] = 1
+        assert loss(rows, untouched) == pytest.approx(loss(other, untouched), rel=1e-14)
+        assert abs(loss(rows, touched) - loss(other, touched)) > 1e-6
