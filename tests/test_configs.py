@@ -33,6 +33,7 @@ EXPERTS = {
     "switch_base_128",
     "gshard_600b",
     "base_44b",
+    "deepseek_v3",
 }  # tests/config/test_parameters.py
 
 

@@ -11,4 +11,8 @@ BATCH_AXES = ("replica", "data", "expert")  # split the rows of a batch
 ZERO_AXES = ("data", "expert", "context")  # shard optimizer state, gradients, parameters; those of experts over data and context
 
 # Dims that a parameter or an activation may name. A model of the user's own may add names under `rules:`.
-DIMS = ("layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "router", "positions", "batch", "seq")
+# fmt: off
+DIMS = (
+    "layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "latent", "mlp", "experts", "router", "positions", "batch", "seq",
+)
+# fmt: on

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config.data import FILE_SOURCES, TEXT_SOURCES, DataConfig, SourceConfig, SourceFields
+from jaxpar.config.model import ModelConfig
 from jaxpar.config.problem import Problem, divisors, near_multiples
 from jaxpar.config.run import RunConfig
 from jaxpar.config.train import REMAT_NAMES
@@ -24,6 +25,22 @@ def section_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _model_problems(config: RunConfig) -> Iterator[Problem]:
     model = config.model
+    if model.mla is None:
+        yield from _head_problems(model)
+    if model.positions == "learned" and (model.max_positions or 0) < config.data.seq_len:
+        text = f"model.max_positions: {model.max_positions}, but data.seq_len={config.data.seq_len} needs a learned position for each token"
+        yield Problem(("model.max_positions", "data.seq_len"), f"{text}; try model.max_positions={config.data.seq_len}")
+    if model.positions == "learned" and model.rope_scaling is not None:
+        yield Problem(
+            ("model.rope_scaling", "model.positions"), "model.rope_scaling: has no effect with positions: learned; set it to null"
+        )
+    if (scaling := model.rope_scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        text = f"model.rope_scaling.high_freq_factor: {scaling.high_freq_factor} is not above low_freq_factor={scaling.low_freq_factor}"
+        yield Problem(("model.rope_scaling",), f"{text}; try {4 * scaling.low_freq_factor}")
+
+
+def _head_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Widths and numbers of heads of plain attention."""
     if model.head_dim is None and model.embed_dim % model.num_heads:
         near = near_multiples(model.embed_dim, model.num_heads)
         text = f"model.embed_dim: {model.embed_dim} is not a multiple of model.num_heads={model.num_heads}"
@@ -36,16 +53,6 @@ def _model_problems(config: RunConfig) -> Iterator[Problem]:
         legal = ", ".join(map(str, divisors(model.num_heads)))
         text = f"model.num_kv_heads: {model.kv_heads} does not divide model.num_heads={model.num_heads}; {legal} would work"
         yield Problem(("model.num_kv_heads", "model.num_heads"), text)
-    if model.positions == "learned" and (model.max_positions or 0) < config.data.seq_len:
-        text = f"model.max_positions: {model.max_positions}, but data.seq_len={config.data.seq_len} needs a learned position for each token"
-        yield Problem(("model.max_positions", "data.seq_len"), f"{text}; try model.max_positions={config.data.seq_len}")
-    if model.positions == "learned" and model.rope_scaling is not None:
-        yield Problem(
-            ("model.rope_scaling", "model.positions"), "model.rope_scaling: has no effect with positions: learned; set it to null"
-        )
-    if (scaling := model.rope_scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
-        text = f"model.rope_scaling.high_freq_factor: {scaling.high_freq_factor} is not above low_freq_factor={scaling.low_freq_factor}"
-        yield Problem(("model.rope_scaling",), f"{text}; try {4 * scaling.low_freq_factor}")
 
 
 def _attention_problems(config: RunConfig) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "router": (),
     "embed": (),  # activations keep these whole; ZeRO shards stored parameters on top of the rules
     "head_dim": (),
+    "latent": (),
     "positions": (),
     "batch": BATCH_AXES,
     "seq": ("context",),
@@ -128,7 +129,7 @@ def _whole_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         text = f"rules.experts: null, but mesh.expert={expert}, whose devices would all hold all experts"
         yield Problem(("rules.experts", *MESH_KEYS), f"{text}; write [expert], or mesh.expert=1")
     ways = layout.ways("heads")
-    if ways > 1 and not layout.split("kv_heads") and ways % kv_heads:
+    if ways > 1 and config.model.mla is None and not layout.split("kv_heads") and ways % kv_heads:
         text = f"rules.kv_heads: null, but model.num_kv_heads={kv_heads}, kept whole, would have to divide mesh.tensor={ways}"
         yield Problem(("rules.kv_heads", "model.num_kv_heads", *MESH_KEYS), f"{text}; leave rules.kv_heads out")
 
@@ -209,7 +210,7 @@ def _zero_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         more = f" and {len(stuck) - 1} more" if len(stuck) > 1 else ""
         legal = ", ".join(map(str, divisors(model.embed_dim)[:SHOWN]))
         text = f"zero_stage: {config.zero_stage} cannot shard {leaf.path} ({shape}){more} over {axes} = {layout.size(over)}"
-        keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.moe", *MESH_KEYS)
+        keys = ("zero_stage", "model.embed_dim", "model.num_heads", "model.head_dim", "model.mlp_dim", "model.mla", "model.moe", *MESH_KEYS)
         product = "data x expert x context" if "expert" in over else "data x context"
         works = f"zero_stage=0 would work, or {product} of {legal} (they divide model.embed_dim={model.embed_dim})"
         yield Problem(keys, f"{text}: no free dim divides; {works}")

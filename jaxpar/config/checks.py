@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxpar.config.axes import MESH_KEYS
+from jaxpar.config.check_mla import mla_problems
 from jaxpar.config.check_moe import is_whole_blocks, moe_layout_problems, moe_problems
 from jaxpar.config.check_pipeline import pipeline_problems
 from jaxpar.config.check_sections import section_problems
@@ -32,6 +33,7 @@ def find_problems(config: RunConfig, num_devices: int | None) -> Iterator[Proble
     wrong_rules = list(rule_problems(config.rules))
     yield from wrong_rules
     yield from section_problems(config)
+    yield from mla_problems(config)
     yield from moe_problems(config)
     with_rules = config.model_copy(update={"rules": {}}) if wrong_rules else config
     sizes = _known_sizes(config.mesh, num_devices)

@@ -18,6 +18,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "latent": (),  # what heads are made from: whole on every device
     "mlp": ("tensor",),
     "experts": ("expert",),  # of a layer: each device holds whole experts
     "router": (),  # outputs of a router, one an expert: every device scores all experts

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from jaxpar.config.axes import BATCH_AXES
 from jaxpar.config.layout import Layout, plan_leaf
+from jaxpar.config.mla import MlaConfig
 from jaxpar.config.moe import MoeConfig
 from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.config.parameters import Leaf, parameter_table
@@ -88,10 +89,25 @@ def operand_bytes(config: RunConfig) -> float:
 
 def _layer_operands(config: RunConfig, *widths: int) -> float:
     """Numbers a token: attention, and feed-forward layers of these widths beside each other, which share their input."""
+    model = config.model
+    attention = _attention_operands(config) if model.mla is None else _latent_attention_operands(config, model.mla)
+    return attention + model.embed_dim + sum(model.embed_dim + _hidden(config, width) for width in widths)
+
+
+def _attention_operands(config: RunConfig) -> float:
     model, tensor = config.model, max(config.mesh.tensor, 1)
     kv_heads = model.kv_heads if model.kv_heads % tensor else model.kv_heads / tensor
-    attention = 2 * model.embed_dim + 2 * model.num_heads * model.head_size / tensor + 2 * kv_heads * model.head_size
-    return attention + model.embed_dim + sum(model.embed_dim + _hidden(config, width) for width in widths)
+    return 2 * model.embed_dim + 2 * model.num_heads * model.head_size / tensor + 2 * kv_heads * model.head_size
+
+
+def _latent_attention_operands(config: RunConfig, mla: MlaConfig) -> float:
+    """Those of the down maps are of a device's own tokens at a block boundary, those of the up maps of all that its heads work on."""
+    embed, heads = config.model.embed_dim, config.model.num_heads / max(config.mesh.tensor, 1)
+    own = max(config.mesh.tensor, 1) if config.sequence_parallel else 1
+    rank, latents = mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
+    boundary = (embed + latents) / own
+    inside = mla.kv_lora_rank + (embed if rank is None else rank) + embed
+    return boundary + inside + heads * (mla.qk_head_dim + mla.qk_nope_head_dim + 2 * mla.v_head_dim)
 
 
 def _moe_layer_operands(config: RunConfig, moe: MoeConfig) -> float:

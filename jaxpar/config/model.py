@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxpar.config.base import Section
+from jaxpar.config.mla import MlaConfig
 from jaxpar.config.moe import MoeConfig
 
 
@@ -45,6 +46,7 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # embeddings and residual branches
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)  # attention probabilities: `attention: reference` only
     init_std: PositiveFloat = 0.02
+    mla: MlaConfig | None = None  # latent attention in place of plain attention
     moe: MoeConfig | None = None  # experts in place of the feed-forward layer of some or all layers
 
     @property
@@ -64,11 +66,22 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
+        return self.num_heads if self.mla else self.num_kv_heads or self.num_heads
 
     @property
     def head_size(self) -> int:
-        return self.head_dim or self.embed_dim // self.num_heads
+        """Width of a head's queries and keys."""
+        return self.mla.qk_head_dim if self.mla else self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values."""
+        return self.mla.v_head_dim if self.mla else self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """How much of a head's queries and keys rotary angles turn."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_size
 
     @property
     def padded_vocab_size(self) -> int:

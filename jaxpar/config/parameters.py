@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jaxpar.config.mla import MlaConfig
 from jaxpar.config.model import ModelConfig
 
 Dim = tuple[str, int]  # name, size
@@ -49,7 +50,8 @@ def block_leaves(model: ModelConfig) -> list[Leaf]:
 
 def layer_leaves(model: ModelConfig, *, experts: bool) -> list[Leaf]:
     """Parameters of one layer, with experts or dense."""
-    leaves = _norm(model, "attention_norm") + _attention(model) + _norm(model, "mlp_norm")
+    attention = _attention(model) if model.mla is None else _latent_attention(model, model.mla)
+    leaves = _norm(model, "attention_norm") + attention + _norm(model, "mlp_norm")
     return leaves + (_moe(model) if experts else _mlp(model, "mlp", model.mlp_dim, model.bias))
 
 
@@ -62,6 +64,29 @@ def _attention(model: ModelConfig) -> list[Leaf]:
     if model.qk_norm:
         leaves += [_leaf("attention.query_norm.scale", head_dim), _leaf("attention.key_norm.scale", head_dim)]
     return leaves
+
+
+def _latent_attention(model: ModelConfig, mla: MlaConfig) -> list[Leaf]:
+    embed = ("embed", model.embed_dim)
+
+    def heads(width: int) -> list[Dim]:
+        return [("heads", model.num_heads), ("head_dim", width)]
+
+    def latent(width: int) -> Dim:
+        return ("latent", width)
+
+    rank, kv_rank, queries = mla.q_lora_rank, mla.kv_lora_rank, heads(mla.qk_head_dim)
+    down = []
+    if rank is not None:
+        down = [_leaf("attention.q_down.kernel", embed, latent(rank)), _leaf("attention.q_norm.scale", latent(rank))]
+    return [
+        *down,
+        _leaf("attention.q_up.kernel", embed if rank is None else latent(rank), *queries),
+        _leaf("attention.kv_down.kernel", embed, latent(kv_rank + mla.qk_rope_head_dim)),
+        _leaf("attention.kv_norm.scale", latent(kv_rank)),
+        _leaf("attention.kv_up.kernel", latent(kv_rank), *heads(mla.qk_nope_head_dim + mla.v_head_dim)),
+        _leaf("attention.out.kernel", *heads(mla.v_head_dim), embed),
+    ]
 
 
 def _mlp(model: ModelConfig, path: str, width: int, bias: bool) -> list[Leaf]:

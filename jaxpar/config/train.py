@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from jaxpar.config.base import Section
 
 # Values that a block names for `jax.ad_checkpoint.checkpoint_name`.
-REMAT_NAMES = ("query", "key", "value", "attention", "mlp_hidden")
+REMAT_NAMES = ("query", "key", "value", "attention", "mlp_hidden", "latent")
 
 
 class TrainConfig(Section):

@@ -12,6 +12,7 @@ from jaxpar.core.protocols import Context, Update
 from jaxpar.core.typing import Terms
 from jaxpar.models.attention import Attention
 from jaxpar.models.layers import Linear, Norm, Table
+from jaxpar.models.mla import LatentAttention
 from jaxpar.models.mlp import Mlp
 from jaxpar.models.moe import Moe
 from jaxpar.models.nnx_model import NNXModel
@@ -43,13 +44,18 @@ class Embedding(nnx.Module):
         return x_bSD
 
 
+def make_attention(config: ModelConfig) -> Attention | LatentAttention:
+    """The attention of every layer."""
+    return LatentAttention(config) if config.mla else Attention(config)
+
+
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.rate = config.dropout
         self.attention_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = make_attention(config)
         self.mlp_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
         self.mlp = Mlp(config)
 
@@ -66,7 +72,7 @@ class MoeLayer(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         self.rate = config.dropout
         self.attention_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = make_attention(config)
         self.mlp_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
         self.moe = Moe(config)
 
@@ -162,7 +168,7 @@ class Transformer(NNXModel):
         c = self.config
         if c.positions != "rope":
             return None
-        freqs = rope.frequencies(c.head_size, c.rope_theta)
+        freqs = rope.frequencies(c.rotary_size, c.rope_theta)
         if c.rope_scaling is not None:
             freqs = rope.scale_llama3(freqs, **c.rope_scaling.model_dump())
         return rope.angles(ctx.positions_bS, freqs, jnp.dtype(ctx.wide_dtype))

@@ -13,8 +13,9 @@ from jaxpar.models.transformer import Transformer
 def flops_per_token(parts: Parts) -> tuple[int, str]:
     """(FLOPs of forward and backward, in words how counted). Recomputation does not count: model FLOPs, not hardware FLOPs."""
     if isinstance(parts.model, Transformer):
-        count = train_flops_per_token(parts.config.model, parts.config.data.seq_len)
-        return count, "matmuls and causal attention (config/flops.py)"
+        m = parts.config.model
+        zeros = f", values {m.value_size} wide, which the kernel fills up to {m.head_size}" if m.value_size < m.head_size else ""
+        return train_flops_per_token(m, parts.config.data.seq_len), f"matmuls and causal attention (config/flops.py){zeros}"
     return 6 * matmul_parameters(parts), "6 x matmul parameters: attention or other mixing of this model is not counted"
 
 

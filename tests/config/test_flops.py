@@ -8,7 +8,7 @@ import pytest
 from jaxpar.config.flops import forward_flops_per_token, leading_flops_per_token, train_flops_per_token
 from jaxpar.config.model import ModelConfig
 from jaxpar.config.parameters import matmul_parameters, parameter_table
-from tests.config.test_parameters import MET_03, with_experts
+from tests.config.test_parameters import LATENT, MET_03, STRAIGHT, deepseek_v2, published, with_experts
 
 
 def test_flops_of_the_golden_case():
@@ -47,6 +47,21 @@ def test_flops_count_the_experts_that_a_token_goes_to():
     changes: list[dict[str, Any]] = [{"capacity_factor": 4.0}, {"capacity_factor": None}, {"router": "sigmoid_bias"}, {"dispatch": "local"}]
     for change in changes:
         assert train_flops_per_token(with_experts(num_experts=8, **change), 128) == train_flops_per_token(model, 128)
+
+
+def test_flops_of_latent_attention_by_hand():
+    """The weighted sum is as wide as values, 10, not as keys, 20."""
+    others = 64 * 28 + 20 * 4 * 22 + 4 * 10 * 64 + 3 * 64 * 128
+    for change, queries in ((LATENT, 64 * 24 + 24 * 80), (STRAIGHT, 64 * 80)):
+        matrices = 2 * (queries + others) + 64 * 256
+        attention = 2 * 128 // 2 * 4 * (20 + 10)
+        assert forward_flops_per_token(ModelConfig(**MET_03 | change), 128) == 2 * (matrices + attention)
+
+
+def test_flops_of_deepseek_as_published():
+    """GFLOPs a token of training at 4096 tokens, causal (Zhao et al. 2025, arXiv 2505.09343, table 2)."""
+    assert round(train_flops_per_token(deepseek_v2(lite=False), 4096) / 1e9) == 155
+    assert round(train_flops_per_token(published("deepseek_v3"), 4096) / 1e9) == 250
 
 
 def test_flops_of_leading_layers_by_hand():

@@ -114,6 +114,21 @@ def test_experts_that_fill_the_devices_are_not_called_replicated():
     assert state_bytes_per_device(run(mesh={"pipe": 2}), layout_of(run(mesh={"pipe": 2}), 2)).replicated[0].path == "head.norm.scale"
 
 
+def test_operands_of_latent_attention():
+    mla = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    latents, heads, mlp = 40 + 24 + 8, 4 * (24 + 16 + 2 * 12), 256 + 256 + 3 * 512
+
+    def one(**changes: Any) -> float:
+        return operand_bytes(run(compute_dtype="float32", **{"model": SMALL | {"mla": mla}} | changes)) / 4 / 1024
+
+    assert one() == 256 + latents + (40 + 24) + 256 + heads + mlp
+    split = (40 + 24) + 256 + heads / 2 + 256 + 256 + 3 * 512 / 2
+    assert one(mesh={"tensor": 2}) == (256 + latents) / 2 + split
+    assert one(mesh={"tensor": 2}, sequence_parallel=False) == 256 + latents + split
+    straight = SMALL | {"mla": mla | {"q_lora_rank": None}}
+    assert one(mesh={"tensor": 2}, model=straight) == (256 + latents - 40) / 2 + split - 40 + 256
+
+
 def test_operands_of_experts():
     def one(**moe: Any) -> float:
         return operand_bytes(run(compute_dtype="float32", model=SMALL | {"moe": {"num_experts": 8, **moe}})) / 4 / 1024

@@ -54,11 +54,20 @@ EXPERTS: list[dict[str, Any]] = [
 ]
 
 
+LATENT: dict[str, Any] = {
+    "num_kv_heads": None,
+    "head_dim": None,
+    "mla": {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+}
+STRAIGHT: dict[str, Any] = LATENT | {"mla": LATENT["mla"] | {"q_lora_rank": None}}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         *({}, LAYER_NORM | {"tied_embeddings": True}, {"qk_norm": True, "vocab_multiple": 100}, {"bias": True}),
         *({"num_layers": 7, "moe": {"num_experts": 4, **moe}} for moe in EXPERTS),
+        *(LATENT, STRAIGHT | {"norm": "layernorm"}, LATENT | {"num_layers": 7, "moe": {"num_experts": 4, **EXPERTS[3]}}),
         *(LAYER_NORM | {"num_layers": 7, "moe": {"num_experts": 4, **moe}} for moe in EXPERTS),
     ],
 )
@@ -97,6 +106,24 @@ def test_tables_of_experts_by_hand():
     assert active_parameter_count(model) == ends + 7 * (attention + norms) + 4 * dense + 3 * (beside + 2 * 3 * 64 * 48)
 
 
+def test_table_of_latent_attention_by_hand():
+    model = ModelConfig(**MET_03 | LATENT)
+    table = {leaf.path.removeprefix("blocks.attention."): leaf for leaf in parameter_table(model) if ".attention." in leaf.path}
+    assert {name: (leaf.names[1:], leaf.shape) for name, leaf in table.items()} == {
+        "q_down.kernel": (("embed", "latent"), (2, 64, 24)),
+        "q_norm.scale": (("latent",), (2, 24)),
+        "q_up.kernel": (("latent", "heads", "head_dim"), (2, 24, 4, 20)),
+        "kv_down.kernel": (("embed", "latent"), (2, 64, 28)),
+        "kv_norm.scale": (("latent",), (2, 20)),
+        "kv_up.kernel": (("latent", "heads", "head_dim"), (2, 20, 4, 22)),
+        "out.kernel": (("heads", "head_dim", "embed"), (2, 4, 10, 64)),
+    }
+    queries, others = 64 * 24 + 24 + 24 * 80, 64 * 28 + 20 + 20 * 88 + 40 * 64
+    beside = 2 * 256 * 64 + 64 + 2 * (2 * 64 + 3 * 64 * 128)
+    assert parameter_count(model) == beside + 2 * (queries + others)
+    assert parameter_count(ModelConfig(**MET_03 | STRAIGHT)) == beside + 2 * (64 * 80 + others)
+
+
 def test_what_the_last_step_counted_is_stored_and_not_published():
     plain = with_experts(num_experts=4, balance_coefficient=1e-2)
     kept = with_experts(num_experts=4, balance_coefficient=1e-2, balance_scope="global")
@@ -115,6 +142,43 @@ def test_a_dense_model_is_all_active():
 def published(name: str) -> ModelConfig:
     folder = Path(__file__).parents[2] / "configs" / "model"
     return ModelConfig.model_validate(read(folder / f"{name}.yaml")["model"])
+
+
+def latent_attention(embed: int, heads: int, queries: int | None) -> int:
+    """Parameters with the widths that DeepSeek's models share: 512 + 64 latent, 128 + 64 and 128 a head; by hand."""
+    q = embed * heads * 192 if queries is None else embed * queries + queries + queries * heads * 192
+    return q + embed * (512 + 64) + 512 + 512 * heads * (128 + 128) + heads * 128 * embed
+
+
+def test_deepseek_v3_by_hand_and_as_published():
+    """Hugging Face counts 671,026,404,352 and has the routers' biases as buffers beside them; the report prints 671B and 37B."""
+    model = published("deepseek_v3")
+    attention, norms, expert = latent_attention(7168, 128, 1536), 2 * 7168, 3 * 7168 * 2048
+    assert (attention, expert) == (187_107_328, 44_040_192)
+    ends = 2 * 129_280 * 7168 + 7168
+    dense, others = 3 * 3 * 7168 * 18_432, 58 * (7168 * 256 + expert)
+    without_bias = ends + 61 * (attention + norms) + dense + others + 58 * 256 * expert
+    assert without_bias == 671_026_404_352
+    assert parameter_count(model) == without_bias + 58 * 256 == 671_026_419_200
+    assert active_parameter_count(model) == parameter_count(model) - 58 * 248 * expert == 37_552_297_472
+
+
+def deepseek_v2(*, lite: bool) -> ModelConfig:
+    """Released config.json of DeepSeek-V2-Lite, whose queries have no latent, and of DeepSeek-V2."""
+    sizes, experts = ((27, 2048, 16, 10_944), (64, 1408, 6)) if lite else ((60, 5120, 128, 12_288), (160, 1536, 6))
+    widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    moe = dict(zip(("num_experts", "expert_dim", "top_k"), experts, strict=True)) | {"leading_dense": 1, "shared_experts": 2}
+    fields = dict(zip(("num_layers", "embed_dim", "num_heads", "mlp_dim"), sizes, strict=True))
+    mla = widths | {"q_lora_rank": None if lite else 1536}
+    return ModelConfig.model_validate({**fields, "vocab_size": 102_400, "mla": mla, "moe": moe})
+
+
+# Hugging Face parameter counts; active ones with embeddings, as everywhere here (the paper prints 2.4 billion and 21).
+@pytest.mark.parametrize(("lite", "total", "active"), [(True, 15_706_484_224, 2.66), (False, 235_741_434_880, 21.38)])
+def test_deepseek_v2(lite, total, active):
+    model = deepseek_v2(lite=lite)
+    assert parameter_count(model) == total
+    assert round(active_parameter_count(model) / 1e9, 2) == active
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.equivalence import harness
 Changes = dict[str, Any]
 
 FLOAT32: Changes = {"param_dtype": "float32", "compute_dtype": "float32"}
+LATENT: Changes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 BASE: Changes = {"mesh.pipe": 4, "num_microbatches": 8, "model.num_layers": 8, "data.global_batch_size": 16}
 
@@ -422,6 +423,9 @@ def test_deferred_slots_are_those_of_the_tick_table(name: str, microbatches: int
         {"mesh.tensor": 2},
         {"mesh.tensor": 2, "model.num_kv_heads": 2, **FLOAT32},
         {"model.activation": "gelu", "model.num_kv_heads": 2, "mesh.context": 2},
+        {"mesh.tensor": 2, "model.mla": LATENT},
+        {"mesh.tensor": 2, "model.mla": LATENT, "sequence_parallel": False, **FLOAT32},
+        {"mesh.tensor": 2, "mesh.context": 2, "model.mla": LATENT | {"q_lora_rank": None}},
         {"compute_dtype": "bfloat16", "param_dtype": "float32"},
         {"compute_dtype": "bfloat16", "param_dtype": "float32", "loss_chunk_tokens": 20, "mesh.data": 2},
         {"model.vocab_size": 90, "model.vocab_multiple": 64, "mesh.tensor": 2, "model.tied_embeddings": True},

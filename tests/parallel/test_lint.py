@@ -21,6 +21,7 @@ from jaxpar.parallel.lint import ReductionError, check_reductions, split_dims
 from tests.equivalence import harness
 
 SIZES = {"model": {"num_layers": 2, "num_kv_heads": 4, "vocab_size": 64}} | harness.FLOAT32
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 MESH = {"mesh": {"data": 2, "context": 2, "tensor": 2}}
 
 
@@ -153,6 +154,8 @@ RIGHT = [
     MESH
     | {"context": {"method": "ulysses"}, "model": {"tied_embeddings": True, "positions": "learned", "max_positions": 32, "bias": True}},
     MESH | {"context": {"method": "all_gather"}, "z_loss": 1e-3, "model": {"norm": "layernorm", "activation": "gelu", "dropout": 0.1}},
+    MESH | {"model": {"num_kv_heads": None, "mla": LATENT}},
+    MESH | {"model": {"num_kv_heads": None, "mla": LATENT | {"q_lora_rank": None}}, "sequence_parallel": False},
     {"mesh": {"data": 4, "tensor": 2}, "rules": {"mlp": None, "vocab": None}, "sequence_parallel": False},
 ]
 
