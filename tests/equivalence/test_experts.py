@@ -92,7 +92,7 @@ def test_float64_gate(index: int) -> None:
 
 @pytest.mark.slow
 def test_float32_gate() -> None:
-    assert_float32(config({"model": {"moe": {"capacity_factor": None}}, "mesh": {"expert": 4, "tensor": 2}}, FLOAT32))
+    assert_float32(config({"model": {"moe": {"num_experts": 8, "capacity_factor": None}}, "mesh": {"expert": 4, "tensor": 2}}, FLOAT32))
 
 
 def test_the_draw_covers_what_it_should() -> None:
@@ -126,7 +126,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("policy", ["position", "choice", "probability"])
 def test_the_same_choices_are_dropped_under_any_layout(layout: dict[str, Any], microbatches: int, policy: str) -> None:
     """Counts of what each block drops and of each expert's load are whole numbers: equal ones are the same sets here."""
-    base = {"model": {"moe": {"capacity_factor": 0.7, "drop_policy": policy}}, "data": {"global_batch_size": 16}}
+    base = {"model": {"moe": {"num_experts": 8, "capacity_factor": 0.7, "drop_policy": policy}}, "data": {"global_batch_size": 16}}
     run = config(base, layout, {"num_microbatches": microbatches})
     means, _ = gradients(run, rows_of(run, 0))
     want, _ = one_device(run)
