@@ -27,6 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mine := {item.nodeid.split("@")[0], item.nodeid.split("[")[0]}.intersection(lines):
             item.add_marker("slow")
             found |= mine
-    files = {item.nodeid.split("::")[0] for item in items if len({*item.config.args} & {"tests", item.nodeid.split("::")[0]})}
+    files = {file for item in items if {"tests", file := item.nodeid.split("::")[0]}.intersection(item.config.args)}
     if stale := [line for line in lines if line not in found and line.split("::")[0] in files]:
         raise pytest.UsageError(f"{SLOW.name}: no such test: {', '.join(stale)}")

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from jaxpar.config.load import load_config
 from jaxpar.config.run import RunConfig
+from jaxpar.core.problems import ProblemsError
 
 if TYPE_CHECKING:
     from jaxpar.build import Parts
@@ -83,6 +85,16 @@ def latest_state(parts: "Parts") -> "tuple[TrainState, int]":
         raise ConfigError(lines, f"the checkpoint of step {meta['step']} is of another model")
     state, meta = parts.checkpoints.restore(meta["step"], parts.natural.state)
     return parts.natural.to_run(state), meta["step"]
+
+
+def write_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Make a file that the command line asks for, and say so; ProblemsError where the disk refuses it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise ProblemsError([f"cannot be written: {error.strerror}"], str(path)) from None
+    print(f"wrote {path}")
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

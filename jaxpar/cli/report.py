@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.cli.common import JsonFile, write_json
+from jaxpar.cli.common import JsonFile, write_file, write_json
 from jaxpar.report.errors import ReportError
 from jaxpar.report.expert_load import ExpertLoad, expert_load, has_experts
 from jaxpar.report.heat_map import save_heat_map, shown_blocks
@@ -39,7 +39,7 @@ def report(
     else:
         show(console, load)
     if json_file is not None:
-        _write(json_file, lambda file: write_json(file, as_dict(run_dir, reached, load)))
+        write_file(json_file, lambda file: write_json(file, as_dict(run_dir, reached, load)))
     if png is not None:
         _draw(load, run_dir, png, lambda load: save_heat_map(load, str(run_dir), png, "png"))
     if svg is not None:
@@ -127,18 +127,9 @@ def as_dict(run_dir: Path, reached: Outcome, load: ExpertLoad | None) -> dict[st
 def _draw(load: ExpertLoad | None, run_dir: Path, path: Path, draw: Callable[[ExpertLoad], None]) -> None:
     if load is None:
         raise ReportError([f"not drawn: {run_dir} is a run without experts, and the picture shows their load"], str(path))
-    _write(path, lambda _: draw(load))
+    write_file(path, lambda _: draw(load))
     if len(blocks := shown_blocks(load)) < load.num_blocks:
         print(f"  it shows blocks {', '.join(map(str, blocks))} of {load.num_blocks}")
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        raise ReportError([f"cannot be written: {error.strerror}"], str(path)) from None
-    print(f"wrote {path}")
 
 
 def _or_none(value: float | None) -> float | None:

@@ -1,14 +1,13 @@
 """`jaxpar schedule`: a pipeline schedule, drawn and measured; several, compared. Starts no JAX."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jaxpar.cli.common import JsonFile, write_json
+from jaxpar.cli.common import JsonFile, write_file, write_json
 from jaxpar.schedule import draw
 from jaxpar.schedule.errors import ScheduleError
 from jaxpar.schedule.figure import save_figure
@@ -45,14 +44,14 @@ def schedule(
     timelines = [simulate(build_schedule(each, stages, microbatches, chunks), costs) for each in names]
     _show(timelines, compared=compare is not None)
     if png is not None:
-        _write(png, lambda file: save_figure(timelines, file, "png"))
+        write_file(png, lambda file: save_figure(timelines, file, "png"))
     if svg is not None:
-        _write(svg, lambda file: save_figure(timelines, file, "svg"))
+        write_file(svg, lambda file: save_figure(timelines, file, "svg"))
     if csv is not None:
-        _write(csv, lambda file: write_csv(timelines[0].schedule, file))
+        write_file(csv, lambda file: write_csv(timelines[0].schedule, file))
     if json_file is not None:
         found = [draw.as_dict(timeline) for timeline in timelines]
-        _write(json_file, lambda file: write_json(file, found[0] if compare is None else {"schedules": found}))
+        write_file(json_file, lambda file: write_json(file, found[0] if compare is None else {"schedules": found}))
 
 
 def _usage_problems(name: str | None, compare: str | None, names: list[str], csv: Path | None) -> list[str]:
@@ -113,12 +112,3 @@ def _show(timelines: list[Timeline], *, compared: bool) -> None:
     console.print(draw.legend(timeline))
     console.print()
     console.print(draw.summary(timeline))
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        raise ScheduleError([f"cannot be written: {error.strerror}"], str(path)) from None
-    print(f"wrote {path}")

@@ -14,9 +14,13 @@ def places_per_expert(config: RunConfig, layout: Layout) -> int:
     moe = config.model.moe
     assert moe is not None
     rows = config.data.global_batch_size // (config.num_microbatches * layout.ways("batch"))
-    groups = rows // moe.routing_group_sequences
-    ways = layout.ways("seq")
-    return math.ceil(groups * moe.capacity(moe.routing_group_sequences * config.data.seq_len) / ways) * ways
+    capacity = moe.capacity(moe.routing_group_sequences * config.data.seq_len)
+    return filled_places(rows // moe.routing_group_sequences, capacity, layout.ways("seq"))
+
+
+def filled_places(num_groups: int, capacity: int, ways: int) -> int:
+    """Capacity for each group, filled up to a multiple of `ways`."""
+    return math.ceil(num_groups * capacity / ways) * ways
 
 
 def exchange_bytes(config: RunConfig, layout: Layout) -> int:

@@ -98,9 +98,8 @@ class Router(nnx.Module):
         return ctx.my_tokens(expert_BSk), expert_BSk
 
     def _places(self, expert_BSk: Array, gate_bSk: Array, capacity: int, ctx: Context) -> Array:
-        by_gate = self.moe.drop_policy == "probability" and self.moe.capacity_factor is not None
-        gate_gTk = self._groups(ctx.whole_rows(lax.stop_gradient(gate_bSk))) if by_gate else None
-        policy = self.moe.drop_policy if by_gate or self.moe.drop_policy != "probability" else "position"
+        policy = "position" if self.moe.capacity_factor is None else self.moe.drop_policy  # where none is dropped, any order will do
+        gate_gTk = self._groups(ctx.whole_rows(lax.stop_gradient(gate_bSk))) if policy == "probability" else None
         return places(self._groups(expert_BSk), gate_gTk, self.moe.num_experts, capacity, policy).reshape(expert_BSk.shape)
 
     def _groups(self, a_BS: Array) -> Array:

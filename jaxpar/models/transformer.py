@@ -49,37 +49,43 @@ def make_attention(config: ModelConfig) -> Attention | LatentAttention:
     return LatentAttention(config) if config.mla else Attention(config)
 
 
-class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class AttentionHalf(nnx.Module):
+    """x + attention(norm(x)), and the norm before what follows: the part that all layers have in common."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.rate = config.dropout
         self.attention_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
         self.attention = make_attention(config)
         self.mlp_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
+
+    def attended(self, x_bSD: Array, ctx: Context) -> Array:
+        a_bSD = self.attention(self.attention_norm(x_bSD), ctx)
+        return x_bSD + ctx.dropout(a_bSD, self.rate, SITE_ATTENTION_OUT, BOUNDARY)
+
+
+class Layer(AttentionHalf):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
         self.mlp = Mlp(config)
 
     def __call__(self, x_bSD: Array, ctx: Context) -> Array:
-        a_bSD = self.attention(self.attention_norm(x_bSD), ctx)
-        x_bSD = x_bSD + ctx.dropout(a_bSD, self.rate, SITE_ATTENTION_OUT, BOUNDARY)
+        x_bSD = self.attended(x_bSD, ctx)
         m_bSD = self.mlp(self.mlp_norm(x_bSD), ctx)
         return x_bSD + ctx.dropout(m_bSD, self.rate, SITE_MLP_OUT, BOUNDARY)
 
 
-class MoeLayer(nnx.Module):
+class MoeLayer(AttentionHalf):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.rate = config.dropout
-        self.attention_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
-        self.attention = make_attention(config)
-        self.mlp_norm = Norm(config.norm, "embed", config.embed_dim, config.norm_eps)
+        super().__init__(config)
         self.moe = Moe(config)
 
     def __call__(self, x_bSD: Array, ctx: Context, block: Array | int) -> tuple[Array, Terms]:
         """block: which of the repeating blocks this is, for the terms."""
-        a_bSD = self.attention(self.attention_norm(x_bSD), ctx)
-        x_bSD = x_bSD + ctx.dropout(a_bSD, self.rate, SITE_ATTENTION_OUT, BOUNDARY)
+        x_bSD = self.attended(x_bSD, ctx)
         m_bSD, terms = self.moe(self.mlp_norm(x_bSD), ctx, block)
         return x_bSD + ctx.dropout(m_bSD, self.rate, SITE_MLP_OUT, BOUNDARY), terms
 

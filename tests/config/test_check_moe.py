@@ -17,6 +17,7 @@ from jaxpar.config.load import validate
 from jaxpar.config.parameters import parameter_table
 from jaxpar.config.run import RunConfig
 from jaxpar.config.stages import balanced_layers
+from tests.config.dotted import nested
 
 Changes = dict[str, Any]
 
@@ -31,15 +32,7 @@ BASE: Changes = {
 
 def tree(*changes: Changes) -> dict[str, Any]:
     """A legal tree with experts, with dotted changes."""
-    nested: dict[str, Any] = {}
-    for change in (BASE, *changes):
-        for key, value in change.items():
-            *parents, last = key.split(".")
-            node = nested
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = dict(value) if isinstance(value, dict) else value
-    return nested
+    return nested(BASE, *changes)
 
 
 def config(*changes: Changes) -> RunConfig:

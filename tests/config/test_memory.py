@@ -13,6 +13,7 @@ from jaxpar.config.optimizer import OptimizerConfig
 from jaxpar.config.parameters import parameter_count, parameter_table
 from jaxpar.config.run import RunConfig
 from jaxpar.optim.build import build_optimizer
+from tests.config.dotted import nested
 
 SMALL: dict[str, Any] = {"num_layers": 2, "embed_dim": 256, "num_heads": 4, "mlp_dim": 512, "vocab_size": 512}
 
@@ -61,17 +62,6 @@ def test_float64_state_is_twice_as_large():
     wide = run(param_dtype="float64")
     layout = layout_of(config, 1)
     assert state_bytes_per_device(wide, layout).total == 2 * state_bytes_per_device(config, layout).total
-
-
-def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 @pytest.mark.parametrize(

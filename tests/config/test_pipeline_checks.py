@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxpar.schedule.library import FAMILIES, NAMES, build_schedule
 from jaxpar.schedule.lower import lower
 from jaxpar.schedule.measure import most_deferred
 from tests.cli.conftest import Command
+from tests.config.dotted import nested
 from tests.equivalence import harness
 
 Changes = dict[str, Any]
@@ -35,17 +35,6 @@ FLOAT32: Changes = {"param_dtype": "float32", "compute_dtype": "float32"}
 LATENT: Changes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 BASE: Changes = {"mesh.pipe": 4, "num_microbatches": 8, "model.num_layers": 8, "data.global_batch_size": 16}
-
-
-def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in changes.items():
-        *parents, last = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 def config(*changes: Changes) -> RunConfig:

@@ -90,12 +90,13 @@ def parts_of(run: RunConfig, model: Model | None = None) -> Parts:
 
 
 def gradients(
-    run: RunConfig, rows: Mapping[str, np.ndarray], step: int = 3, model: Model | None = None
+    run: RunConfig, rows: Mapping[str, np.ndarray], step: int = 3, model: Model | None = None, values: Any = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Means of the loss terms (arrays for those of a number a block) and every gradient leaf, in a program of the config's own dtype."""
     with jax.enable_x64(run.compute_dtype == "float64"):
         parts = parts_of(run, model)
-        values = initial(run) if model is None else jax.jit(lambda: init_params(model, run.seed, run.param_dtype))()
+        if values is None:
+            values = initial(run) if model is None else jax.jit(lambda: init_params(model, run.seed, run.param_dtype))()
         params = jax.device_put(stored(parts.layout, values), parts.placement.state_shardings.params)
         batch = parts.feed.place(rows, run.num_microbatches)
         step_fn = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))

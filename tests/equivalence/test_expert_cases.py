@@ -4,14 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpar.config.run import RunConfig
-from jaxpar.core.tree import named_leaves
-from jaxpar.step.train_step import make_gradients
-from tests.equivalence.harness import FLOAT64_GATE, config, gradients, initial, one_device, parts_of, relative_l2, rows_of, stored
+from tests.equivalence.harness import FLOAT64_GATE, config, gradients, initial, one_device, parts_of, relative_l2, rows_of
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]  # of the blocks' experts and router
 MOE: dict[str, Any] = {"model": {"moe": {"num_experts": 8, "top_k": 2, "capacity_factor": None}}}
@@ -21,16 +18,6 @@ FOUR = {"mesh": {"expert": 4, "data": 2}}
 def edited(run: RunConfig, edit: Edit) -> Any:
     params = initial(run)
     return params | {"blocks": params["blocks"] | {"moe": edit(dict(params["blocks"]["moe"]))}}
-
-
-def gradients_at(run: RunConfig, params: Any, rows: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """As `harness.gradients`, at parameters of one's own."""
-    with jax.enable_x64(True):
-        parts = parts_of(run)
-        placed = jax.device_put(stored(parts.layout, params), parts.placement.state_shardings.params)
-        batch = parts.feed.place(rows, run.num_microbatches)
-        means, grads = jax.jit(make_gradients(parts.forward, parts.placement, run.seed))(placed, batch, jnp.asarray(3, jnp.int32))
-        return {n: np.asarray(v) for n, v in means.items()}, {n: np.asarray(g) for n, g in named_leaves(grads).items()}
 
 
 def all_to_the_first_two(moe: dict[str, Any]) -> dict[str, Any]:
@@ -47,8 +34,8 @@ def test_experts_without_tokens_have_gradients_of_zero(dispatch: str) -> None:
     run = config(MOE, FOUR, {"model": {"moe": {"router": "sigmoid_bias", "dispatch": dispatch, **ragged}}})
     alone = config(MOE, {"model": {"moe": {"router": "sigmoid_bias", "dispatch": "local"}}})
     params, rows = edited(run, all_to_the_first_two), rows_of(run, 0)
-    means, grads = gradients_at(run, params, rows)
-    want_means, want = gradients_at(alone, params, rows)
+    means, grads = gradients(run, rows, values=params)
+    want_means, want = gradients(alone, rows, values=params)
     np.testing.assert_allclose(means["moe_load"][:, 2:], 0)
     for name, leaf in grads.items():
         assert np.isfinite(leaf).all(), name
@@ -66,7 +53,7 @@ def test_expert_gradients_are_those_of_finite_differences(layout: dict[str, Any]
     """Case MOE-06: the scale of an expert's gradient is that of the loss, whatever `expert` is."""
     run = config(MOE, layout, {"model": {"moe": {"router": "sigmoid_bias"}}})
     rows, step = rows_of(run, 0), 1e-4
-    _, grads = gradients_at(run, initial(run), rows)
+    _, grads = gradients(run, rows, values=initial(run))
     for name, at in (("up", (2, 5, 7, 11)), ("down", (0, 0, 3, 1)), ("gate", (3, 7, 60, 100))):
         gradient = grads[f"blocks.moe.experts.{name}.kernel"][at]
 
@@ -76,7 +63,7 @@ def test_expert_gradients_are_those_of_finite_differences(layout: dict[str, Any]
                 kernel[at] += by
                 return moe | {"experts": moe["experts"] | {name: {"kernel": kernel}}}
 
-            return float(gradients_at(config(MOE, {"model": {"moe": {"router": "sigmoid_bias"}}}), edited(run, edit), rows)[0]["loss"])
+            return float(gradients(config(MOE, {"model": {"moe": {"router": "sigmoid_bias"}}}), rows, values=edited(run, edit))[0]["loss"])
 
         measured = (moved(step) - moved(-step)) / (2 * step)
         assert measured == pytest.approx(gradient, rel=1e-5, abs=1e-12), name

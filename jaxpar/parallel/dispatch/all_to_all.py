@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxpar.config.exchange import filled_places
 from jaxpar.config.layout import Layout
 from jaxpar.core.protocols import Experts
 from jaxpar.core.vma import vary
@@ -19,7 +20,7 @@ from jaxpar.parallel.dispatch.routed import Routed
 def all_to_all(layout: Layout, x_nD: Float[Array, "n D"], routed: Routed, experts: Experts) -> tuple[Array, None]:
     """(every token's experts' outputs, weighted and summed, a partial sum where `mlp` is split; None: no row can be cut off)."""
     expert_axes, context = layout.split("experts"), layout.context_axes
-    places = slots(layout, routed)
+    places = filled_places(routed.num_groups, routed.capacity, layout.size(context))
     kept = routed.place_nk >= 0
     place_nk = routed.group_n[:, None] * routed.capacity + routed.place_nk
     row_nk = jnp.where(kept, routed.expert_nk * places + place_nk, jnp.full_like(place_nk, -1))
@@ -35,12 +36,6 @@ def all_to_all(layout: Layout, x_nD: Float[Array, "n D"], routed: Routed, expert
     if context:
         out_ECD = lax.all_gather(out_ECD, context, axis=1, tiled=True)
     return collect(out_ECD.reshape(-1, out_ECD.shape[-1]), routed.gate_nk, rows), None
-
-
-def slots(layout: Layout, routed: Routed) -> int:
-    """Places of one expert in a device's buffer: capacity for each of its groups, filled up so that `context` divides them."""
-    ways = layout.size(layout.context_axes)
-    return -(-routed.num_groups * routed.capacity // ways) * ways
 
 
 def _batched(rows_ECD: Array, weights_EDF: Array) -> Array:
