@@ -1,7 +1,7 @@
 """The composition root: the only place where a string of the config becomes a callable."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -100,7 +100,11 @@ class Parts:
     @cached_property
     def sample_step(self) -> SampleFn:
         """jit of the sampler; `train.sample` is the friendlier form."""
-        return jax.jit(make_sample_step(self.forward, self.placement, jnp.asarray(self.feed.order), self.config.seed))
+        dispatch = self.forward.dispatch
+        if isinstance(dispatch, Ragged):  # all rows have one prompt, and so the same experts: far from balanced
+            dispatch = replace(dispatch, buffer_factor=None)
+        forward = replace(self.forward, dispatch=dispatch)
+        return jax.jit(make_sample_step(forward, self.placement, jnp.asarray(self.feed.order), self.config.seed))
 
     @cached_property
     def train_data(self) -> Dataset:

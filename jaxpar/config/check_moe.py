@@ -15,6 +15,7 @@ SHOWN = 16  # sizes listed in a message
 
 GROUPED = ("topk", "sigmoid_bias")  # routers that can limit a token to some groups of experts
 RENORMALIZED = ("topk", "sigmoid_bias")  # routers whose gates are what they are, or divided by their sum
+UNBALANCED = ("topk", "switch", "gshard")  # routers that send all to one expert if no loss keeps them from it
 # Why a balance loss has no place beside a router (Megatron-LM asks for 0 with sinkhorn).
 SELF_BALANCED = {
     "sinkhorn": "balances each group by itself",
@@ -176,7 +177,8 @@ def _idle(moe: MoeConfig) -> dict[str, str]:
     if moe.dispatch != "ragged":
         idle |= dict.fromkeys(("ragged_buffer_factor", "allow_overflow"), f"model.moe.dispatch={moe.dispatch}, only with ragged")
     if moe.router == "expert_choice":
-        idle |= dict.fromkeys(("drop_policy", "renormalize_after_drop"), f"{router}, whose experts take what they have room for")
+        drops = ("drop_policy", "renormalize_after_drop", "max_drop_fraction")
+        idle |= dict.fromkeys(drops, f"{router}, whose experts take what they have room for")
     if moe.router not in GROUPED:
         idle |= dict.fromkeys(("num_groups", "top_groups", "group_score"), f"{router}, only with {' and '.join(GROUPED)}")
     elif moe.num_groups == 1:
@@ -193,6 +195,10 @@ def _idle(moe: MoeConfig) -> dict[str, str]:
         idle |= dict.fromkeys(("bias_rate", "bias_centred"), f"{router}, only with sigmoid_bias")
     if moe.router != "sinkhorn":
         idle["sinkhorn_tolerance"] = f"{router}, only with sinkhorn"
+    if moe.balance_scope == "global" and moe.balance_coefficient:
+        idle["balance_counts"] = "model.moe.balance_scope=global, which takes what the last step counted: all choices"
+    elif moe.balance_scope == "global":
+        idle["balance_scope"] = "model.moe.balance_coefficient=0"
     if not moe.shared_experts:
         idle["shared_gate"] = "model.moe.shared_experts=0"
     return idle
@@ -239,6 +245,9 @@ def moe_notes(config: RunConfig) -> list[str]:
     if moe.router == "sigmoid_bias" and moe.balance_coefficient:
         both = f"model.moe.router=sigmoid_bias with model.moe.balance_coefficient={moe.balance_coefficient:g}"
         notes.append(f"{both}: two forces balance the experts (DeepSeek-V3: 1e-4, balance_scope: sequence)")
+    if moe.router in UNBALANCED and not (moe.balance_coefficient or moe.entropy_coefficient) and moe.num_experts > 1:
+        text = f"nothing balances the experts of model.moe.router={moe.router}: model.moe.balance_coefficient=0"
+        notes.append(f"{text}; 1e-2 is usual (Switch), or model.moe.router=sigmoid_bias")
     if moe.num_experts == 1:
         notes.append("model.moe.num_experts=1: every token goes to the one expert")
     elif moe.top_k == 1 and moe.router in RENORMALIZED and (moe.renormalize or moe.softmax == "after"):

@@ -85,6 +85,10 @@ ALIASES: Mapping[str, str] = {
     "router_z_loss_coef": "model.moe.router_z_coefficient",
     "moe_z_loss_coeff": "model.moe.router_z_coefficient",
 }
+# Those whose number means something else here.
+CONVERSIONS: Mapping[str, str] = {
+    "router_aux_loss_coef": "of it x model.moe.top_k / layers with experts, for there it counts once for all layers and is top_k at balance",
+}
 SAME_NAME_CUTOFF = 0.6  # of difflib's ratio; `learing_rate` and `learning_rate` have 0.96
 
 
@@ -156,6 +160,7 @@ def unknown_key(root: type[Section], loc: Sequence[str | int]) -> str:
         hint = f"{key} belongs at {' or '.join(elsewhere)}"
     elif near_alias:
         hint = f"did you mean {ALIASES[near_alias[0]]}?"
+        hint += f" ({CONVERSIONS[near_alias[0]]})" if near_alias[0] in CONVERSIONS else ""
     elif near_own:
         hint = f"did you mean {dotted([*parents, near_own[0]])}?"
     elif near_any:

@@ -1,4 +1,4 @@
-"""Bytes that experts send: from the config alone, as the compiled program has them (tested)."""
+"""Bytes that experts send, from the config alone. all_to_all: as the compiled program has them (tested); ragged: what runs hold if balanced."""
 
 import math
 
@@ -38,7 +38,7 @@ def exchange_bytes(config: RunConfig, layout: Layout) -> int:
         tokens = (
             config.data.global_batch_size * config.data.seq_len // (config.num_microbatches * layout.ways("batch") * layout.ways("seq"))
         )
-        rows = tokens * moe.top_k
+        rows = round(tokens * moe.mean_choices)
     blocks = config.model.num_blocks / layout.sizes["pipe"]
     once = rows * config.model.embed_dim * DTYPE_BYTES[config.compute_dtype] * (experts - 1) / experts
     return round(PASSES * blocks * config.num_microbatches * once)

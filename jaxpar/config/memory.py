@@ -126,9 +126,9 @@ def _hidden(config: RunConfig, width: int) -> float:
 def buffer_rows_per_token(moe: MoeConfig) -> float:
     """Rows of the experts' buffers on a device / its tokens. Rounding up of a capacity, min_capacity and padding are left out."""
     if moe.dispatch == "ragged":
-        return moe.top_k * moe.ragged_buffer_factor
+        return moe.mean_choices * moe.ragged_buffer_factor
     if moe.dispatch == "local":  # sorted choices, those that are dropped among them
-        return moe.top_k
+        return moe.mean_choices
     return moe.num_experts if moe.capacity_factor is None else min(moe.top_k * moe.capacity_factor, moe.num_experts)
 
 

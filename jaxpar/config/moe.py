@@ -38,33 +38,39 @@ class MoeConfig(Section):
     residual: bool = False  # a dense layer of width mlp_dim beside, mixed by a learned softmax (DeepSpeed-MoE, arXiv 2201.05596)
 
     # Capacity: room of one expert for the tokens of one group. What does not fit is dropped: the residual stream alone goes on.
-    capacity_factor: PositiveFloat | None = 1.25  # None: no token is dropped
+    capacity_factor: PositiveFloat | None = 1.25  # Switch, arXiv 2101.03961, section 2.2; None: no token is dropped
     capacity_formula: Literal["megatron", "deepspeed", "tutel"] = "megatron"  # see `capacity`
     min_capacity: PositiveInt = 1  # DeepSpeed: 4
     routing_group_sequences: PositiveInt = 1  # rows that share capacity; whole rows, so that no layout changes who is dropped
-    drop_policy: Literal["position", "choice", "probability"] = "position"  # who keeps a place: see `ops.routing.capacity`
+    # Who keeps a place: see `ops.routing.capacity`. Not Megatron-LM's `probs`, by which a later token takes an earlier one's place.
+    drop_policy: Literal["position", "choice", "probability"] = "position"
     renormalize_after_drop: bool = False  # gates of what is left sum to what all did (DeepSpeed; Megatron-LM does not)
-    max_drop_fraction: float | None = Field(default=None, gt=0.0, le=1.0)  # a step that drops more in any layer stops the run
-    ragged_buffer_factor: PositiveFloat = 2.0  # rows a device can receive / rows it gets if balanced; `dispatch: ragged`
-    allow_overflow: bool = False  # rows beyond that are dropped and counted, not an error
+    max_drop_fraction: float | None = Field(
+        default=None, gt=0.0, le=1.0
+    )  # a step (or evaluation) that drops more in any layer stops the run
+    ragged_buffer_factor: PositiveFloat = 2.0  # rows a device can receive / rows it gets if balanced; `dispatch: ragged`; ours
+    allow_overflow: bool = False  # rows beyond that are dropped and counted, not an error; which ones then depends on mesh.expert
 
     # Scores.
-    softmax: Literal["before", "after"] = "before"  # of the choice of top_k; after: over the chosen only (Mixtral)
-    renormalize: bool = True  # gates divided by their sum, where softmax: before, and sigmoid_bias
+    softmax: Literal["before", "after"] = "before"  # of the choice of top_k (GShard); after: over the chosen only (Mixtral)
+    renormalize: bool = True  # gates divided by their sum (GShard, DeepSeek-V3), where softmax: before, and sigmoid_bias
     jitter: NonNegativeFloat = 0.0  # the router's input times uniform(1 - jitter, 1 + jitter) in training (Switch: 0.01)
     routed_scaling: PositiveFloat = 1.0  # factor on all gates (DeepSeek-V3: 2.5)
     num_groups: PositiveInt = 1  # of experts (not of tokens): DeepSeek-V3 limits a token to top_groups of them
     top_groups: PositiveInt = 1
-    group_score: Literal["top2_sum", "max"] = "top2_sum"  # of a group of experts: DeepSeek-V3; DeepSeek-V2
+    group_score: Literal["top2_sum", "max"] = "top2_sum"  # of a group of experts: DeepSeek-V3; max: DeepSeek-V2
     sinkhorn_tolerance: PositiveFloat = 1e-4  # Megatron-LM
 
     # sigmoid_bias: once per optimizer step, bias += bias_rate x sign(mean count - count) (arXiv 2408.15664; Megatron-LM).
     bias_rate: NonNegativeFloat = 1e-3
     bias_centred: bool = False  # the step less its mean (torchtitan)
 
-    # Losses: coefficients. The metric beside each is without it.
-    balance_coefficient: NonNegativeFloat = 0.0  # E sum f P (Switch, arXiv 2101.03961, section 2.2): 1e-2 there
-    balance_scope: Literal["group", "sequence", "global"] = "group"  # f and P over a routing group, each row, or f over the last step
+    # Losses: coefficients. The metric beside each is without it. Each is summed over layers with experts, as in Switch and Megatron-LM;
+    # Hugging Face's router_aux_loss_coef c counts once for all layers and is top_k at balance: c x top_k / layers here.
+    balance_coefficient: NonNegativeFloat = 0.0  # E sum f P (Switch, arXiv 2101.03961, section 2.2), 1 at balance: 1e-2 there
+    balance_scope: Literal["group", "sequence", "global"] = (
+        "group"  # f and P over a routing group (GShard), each row, or f over the last step
+    )
     balance_counts: Literal["all", "first"] = "all"  # choices that f counts: Megatron-LM all / top_k; DeepSpeed top-2, GShard the first
     entropy_coefficient: NonNegativeFloat = 0.0  # sum P log P over a group, P mean probabilities
     router_z_coefficient: NonNegativeFloat = 0.0  # mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, section 3): 1e-3 there
@@ -75,6 +81,21 @@ class MoeConfig(Section):
         return self.router in GROUP_ROUTERS
 
     @property
+    def learns(self) -> bool:
+        """The router has weights: its choice depends on activations."""
+        return self.router != "hash"
+
+    @property
+    def has_bias(self) -> bool:
+        """A bias, moved once a step, is added to scores for the choice."""
+        return self.router == "sigmoid_bias"
+
+    @property
+    def tosses(self) -> bool:
+        """The choice needs a random number a token in training."""
+        return self.router == "gshard"
+
+    @property
     def keeps_load(self) -> bool:
         """A loss needs the choices of the step before."""
         return self.balance_scope == "global" and self.balance_coefficient > 0
@@ -83,6 +104,11 @@ class MoeConfig(Section):
     def choices(self) -> int:
         """Places in a token's list of experts: under expert_choice any number of experts may take it."""
         return self.num_experts if self.router == "expert_choice" else self.top_k
+
+    @property
+    def mean_choices(self) -> float:
+        """Experts a token goes to before any drop, on average over a full group; gshard's second, by chance, counted."""
+        return self.top_k * (self.capacity_factor or 1) if self.router == "expert_choice" else self.top_k
 
     def capacity(self, tokens: int) -> int:
         """Tokens of a group of `tokens` (padding among them) that one expert takes.

@@ -24,7 +24,7 @@ class Leaf:
 
 
 def parameter_table(model: ModelConfig) -> list[Leaf]:
-    """Every parameter in the tree's order; blocks are stacked on a leading `layers` dim. The vocabulary is as stored (padded)."""
+    """Every parameter; blocks are stacked on a leading `layers` dim. The vocabulary is as stored (padded)."""
     if model.positions == "learned" and model.max_positions is None:
         raise ValueError("model.max_positions: required with positions: learned")
     vocab, embed = ("vocab", model.padded_vocab_size), ("embed", model.embed_dim)
@@ -105,8 +105,8 @@ def _moe(model: ModelConfig) -> list[Leaf]:
     moe, embed, width = model.moe, ("embed", model.embed_dim), model.expert_dim
     assert moe is not None
     experts, router = ("experts", moe.num_experts), ("router", moe.num_experts)
-    leaves = [_leaf("moe.router.kernel", embed, router)]
-    if moe.router == "sigmoid_bias":
+    leaves = [_leaf("moe.router.kernel", embed, router)] if moe.learns else []
+    if moe.has_bias:
         leaves.append(_leaf("moe.router.bias", router))
     if moe.keeps_load:
         leaves.append(_leaf("moe.router.last_load", router))

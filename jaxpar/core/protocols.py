@@ -109,6 +109,10 @@ class Context(Protocol):
         """Numbers in [0, 1) by global coordinates, one a token at a block boundary or `size` of them; None in evaluation."""
         ...
 
+    def remat(self, layer: Callable[[Array], Array], x_bSD: Array) -> Array:
+        """layer(x), of which the backward pass finds what the config's `remat` says: for layers outside the scanned blocks."""
+        ...
+
     def select(self, w: Array, array_dim: int, dim: str, of: str) -> Array:
         """Where `dim` is split less than `of`: the part of it that serves this device's share of `of` (shared key-value heads)."""
         ...

@@ -17,9 +17,8 @@ from jaxpar.config.moe import MoeConfig
 from jaxpar.core.protocols import Context, Routing
 from jaxpar.models.param import normal, param, zeros
 from jaxpar.ops.routing.capacity import places
-from jaxpar.ops.routing.choice import Router as Rule
-from jaxpar.ops.routing.choice import Seen
-from jaxpar.ops.routing.library import make_router
+from jaxpar.ops.routing.library import make_rule
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 SITE_JITTER, SITE_CHANCE = 4, 5  # sites of random bits
 
@@ -48,12 +47,12 @@ class Router(nnx.Module):
 
     def __init__(self, moe: MoeConfig, embed_dim: int, std: float) -> None:
         self.moe = moe
-        self.kernel = param(normal(std), (embed_dim, moe.num_experts), ("embed", "router"))
-        self.bias = param(zeros, (moe.num_experts,), ("router",)) if moe.router == "sigmoid_bias" else None
+        self.kernel = param(normal(std), (embed_dim, moe.num_experts), ("embed", "router")) if moe.learns else None
+        self.bias = param(zeros, (moe.num_experts,), ("router",)) if moe.has_bias else None
         self.last_load = param(_even, (moe.num_experts,), ("router",)) if moe.keeps_load else None
 
     def __call__(self, x_bSD: Array, ctx: Context) -> Decision:
-        moe, rule = self.moe, make_router(self.moe)
+        moe, rule = self.moe, make_rule(self.moe)
         logits_bSE = self.logits(x_bSD, ctx)
         scores_bSE = rule.scores(logits_bSE)
         valid_bS = jnp.ones(x_bSD.shape[:2], bool) if ctx.segments_bS is None else ctx.at_block_boundary(ctx.segments_bS) > 0
@@ -66,11 +65,24 @@ class Router(nnx.Module):
         if moe.capacity_factor is not None:
             gate_bSk = _without_dropped(gate_bSk, place_bSk >= 0, renormalize=moe.renormalize_after_drop)
         last_load_E = None if self.last_load is None else lax.stop_gradient(self.last_load[...])
-        return Decision(logits_bSE, gate_bSk, expert_bSk, place_bSk, valid_bS, expert_BSk, place_BSk, valid_BS, capacity, last_load_E)
+        return Decision(
+            logits_bSE=logits_bSE,
+            gate_bSk=gate_bSk,
+            expert_bSk=expert_bSk,
+            place_bSk=place_bSk,
+            valid_bS=valid_bS,
+            expert_BSk=expert_BSk,
+            place_BSk=place_BSk,
+            valid_BS=valid_BS,
+            capacity=capacity,
+            last_load_E=last_load_E,
+        )
 
     def logits(self, x_bSD: Array, ctx: Context) -> Array:
-        """Scores before any function of them, float32 at least: in bfloat16 near ties merge."""
+        """Scores before any function of them, float32 at least: in bfloat16 near ties merge. Zeros where nothing is learned."""
         x_bSD = x_bSD.astype(ctx.wide_dtype)
+        if self.kernel is None:
+            return jnp.zeros_like(x_bSD, shape=(*x_bSD.shape[:2], self.moe.num_experts))
         noise_bSD = ctx.uniform(SITE_JITTER, x_bSD.shape[2]) if self.moe.jitter else None
         if noise_bSD is not None:
             one, jitter = jnp.asarray(1.0, x_bSD.dtype), jnp.asarray(self.moe.jitter, x_bSD.dtype)
@@ -84,12 +96,14 @@ class Router(nnx.Module):
         gate_bSk = ctx.enter(d.gate_bSk, "mlp")
         return Routing(expert_bSk, gate_bSk, place_bSk, d.capacity, moe.routing_group_sequences, moe.num_experts)
 
-    def _choose(self, rule: Rule, scores_bSE: Array, valid_bS: Array, valid_BS: Array, capacity: int, ctx: Context) -> tuple[Array, Array]:
+    def _choose(
+        self, rule: RoutingRule, scores_bSE: Array, valid_bS: Array, valid_BS: Array, capacity: int, ctx: Context
+    ) -> tuple[Array, Array]:
         """Experts of (this device's tokens, all tokens of its rows)."""
         bias = None if self.bias is None else lax.stop_gradient(self.bias[...].astype(scores_bSE.dtype))
         tokens_bS = ctx.at_block_boundary(ctx.tokens_bS)
         if not self.moe.needs_group:
-            chance = ctx.uniform(SITE_CHANCE) if self.moe.router == "gshard" else None
+            chance = ctx.uniform(SITE_CHANCE) if self.moe.tosses else None
             expert_bSk = rule.choose(scores_bSE, Seen(valid_bS, tokens_bS, chance, bias, ctx.training, capacity))
             return expert_bSk, ctx.whole_rows(expert_bSk)
         scores_gTE, valid_gT, tokens_gT = (self._groups(a) for a in (ctx.whole_rows(scores_bSE), valid_BS, ctx.whole_rows(tokens_bS)))

@@ -15,23 +15,23 @@ from jaxpar.core.protocols import Context
 from jaxpar.core.typing import Terms
 from jaxpar.models.router import Decision
 from jaxpar.ops.routing import losses
-from jaxpar.ops.routing.library import make_router
+from jaxpar.ops.routing.library import make_rule
 
 LOAD, DROPPED, OVERFLOW, ENTROPY, Z = "moe_load", "moe_dropped", "moe_overflow", "moe_entropy", "moe_z"
-BALANCE, ENTROPY_BALANCE = "moe_balance", "moe_entropy_balance"
+BALANCE, GLOBAL_BALANCE, ENTROPY_BALANCE = "moe_balance", "moe_global_balance", "moe_entropy_balance"
 
 
 def minimised(moe: MoeConfig) -> dict[str, float]:
     """Coefficients of the terms that a config asks to minimise."""
-    every = {BALANCE: moe.balance_coefficient, ENTROPY_BALANCE: moe.entropy_coefficient, Z: moe.router_z_coefficient}
+    balance = GLOBAL_BALANCE if moe.keeps_load else BALANCE
+    every = {balance: moe.balance_coefficient, ENTROPY_BALANCE: moe.entropy_coefficient, Z: moe.router_z_coefficient}
     return {name: coefficient for name, coefficient in every.items() if coefficient}
 
 
 def router_terms(moe: MoeConfig, decision: Decision, lost: Array | None, ctx: Context, block: Array | int, num_blocks: int) -> Terms:
-    """moe_load [blocks, E]: choices of each expert before any drop / all choices. moe_dropped, moe_entropy, moe_z, moe_balance (1 is
-    perfect) and, where it is minimised, moe_entropy_balance [blocks]. lost: rows cut off by a full buffer (moe_overflow)."""
+    """moe_load [blocks, E]: choices of each expert before any drop / (tokens x top_k). moe_dropped and, of routers that learn, moe_entropy,
+    moe_z, moe_balance (1 is perfect) and what else is minimised [blocks]. lost: rows cut off by a full buffer (moe_overflow)."""
     d, exact = decision, ctx.wide_dtype
-    probability_bSE = make_router(moe).probabilities(d.logits_bSE)
     valid_bS = d.valid_bS.astype(exact)
     tokens = jnp.sum(valid_bS)
     num_choices = tokens * moe.top_k
@@ -41,19 +41,23 @@ def router_terms(moe: MoeConfig, decision: Decision, lost: Array | None, ctx: Co
     terms = {
         LOAD: (load_E.astype(exact), num_choices),
         DROPPED: (dropped, num_choices),
-        ENTROPY: (lax.stop_gradient(_masked(_entropy(probability_bSE), valid_bS)), tokens),
-        Z: (_masked(losses.router_z(d.logits_bSE), valid_bS), tokens),
-        **_group_terms(moe, d, ctx, probability_bSE),
         **({} if lost is None else {OVERFLOW: (lost.astype(exact), num_choices)}),
     }
+    if moe.learns:
+        probability_bSE = make_rule(moe).probabilities(d.logits_bSE)
+        terms |= {
+            ENTROPY: (lax.stop_gradient(_masked(_entropy(probability_bSE), valid_bS)), tokens),
+            Z: (_masked(losses.router_z(d.logits_bSE), valid_bS), tokens),
+            **_group_terms(moe, d, ctx, probability_bSE),
+        }
     return {name: (_at(block, num_blocks, total), _at(block, num_blocks, weight, like=total)) for name, (total, weight) in terms.items()}
 
 
 def _group_terms(moe: MoeConfig, d: Decision, ctx: Context, probability_bSE: Array) -> Terms:
-    """Over each routing group or row. balance_scope global: with the choices of the whole batch of the step before, for those of this
-    step are known only after its last microbatch."""
+    """Over each routing group or row. moe_global_balance: with the choices of the whole batch of the step before, for those of this step
+    are known only after its last microbatch."""
     exact = ctx.wide_dtype
-    rows = moe.routing_group_sequences if moe.balance_scope == "group" else 1
+    rows = 1 if moe.balance_scope == "sequence" else moe.routing_group_sequences
     valid_gT, expert_gTk = (_in_groups(a, rows) for a in (d.valid_BS, d.expert_BSk))
     probability_gtE, valid_gt = _in_groups(probability_bSE, rows), _in_groups(d.valid_bS, rows)
     num_valid_g = jnp.sum(valid_gT.astype(exact), axis=-1)
@@ -62,7 +66,8 @@ def _group_terms(moe: MoeConfig, d: Decision, ctx: Context, probability_bSE: Arr
     mean_gE = ctx.sum_over_rows(local_sum_gE) / some_g1
     first = moe.balance_counts == "first"
     counts_gE = (losses.first_counts if first else losses.counts)(expert_gTk, moe.num_experts).astype(exact)
-    fraction_gE = counts_gE / (some_g1 * (1 if first else moe.top_k))
+    # Shares of the choices that there are: expert_choice has more than top_k a token, gshard fewer.
+    fraction_gE = counts_gE / jnp.maximum(jnp.sum(counts_gE, axis=-1, keepdims=True), jnp.ones((), exact))
 
     def term(loss: Callable[[Array], Array]) -> tuple[Array, Array]:
         return losses.linear_share(probability_gtE, valid_gt, mean_gE, num_valid_g, loss)
@@ -71,7 +76,7 @@ def _group_terms(moe: MoeConfig, d: Decision, ctx: Context, probability_bSE: Arr
     if d.last_load_E is not None:
         valid_bS = d.valid_bS.astype(exact)
         per_token_bS = moe.num_experts * jnp.einsum("bse,e->bs", probability_bSE, d.last_load_E.astype(exact))
-        terms = {BALANCE: (_masked(per_token_bS, valid_bS), jnp.sum(valid_bS))}
+        terms[GLOBAL_BALANCE] = (_masked(per_token_bS, valid_bS), jnp.sum(valid_bS))
     return terms | ({ENTROPY_BALANCE: term(losses.entropy_balance)} if moe.entropy_coefficient else {})
 
 

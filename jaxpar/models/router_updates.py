@@ -10,7 +10,7 @@ from jaxpar.models.router_terms import LOAD
 
 def updates(moe: MoeConfig) -> dict[str, Update]:
     """By name within the router."""
-    bias = {"bias": Update(LOAD, lambda bias_E, load_E: _towards_even(moe, bias_E, load_E))} if moe.router == "sigmoid_bias" else {}
+    bias = {"bias": Update(LOAD, lambda bias_E, load_E: _towards_even(moe, bias_E, load_E))} if moe.has_bias else {}
     return bias | ({"last_load": Update(LOAD, lambda _, load_E: load_E)} if moe.keeps_load else {})
 
 

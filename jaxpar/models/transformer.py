@@ -1,6 +1,7 @@
 """The decoder-only transformer: embedding, residual block, head."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
@@ -32,15 +33,17 @@ class Embedding(nnx.Module):
         self.tokens = Table("vocab", config.padded_vocab_size, config.embed_dim, std=config.init_std, valid=config.vocab_size)
         rows = config.max_positions if config.positions == "learned" else None
         self.positions = Table("positions", rows, config.embed_dim, std=config.init_std) if rows else None
-        self.layers = nnx.Dict({str(i): Layer(config) for i in range(config.leading_dense)}) if config.leading_dense else None
+        self.num_leading = config.leading_dense
+        self.layers = nnx.Dict({str(i): Layer(config) for i in range(self.num_leading)}) if self.num_leading else None
 
     def __call__(self, tokens_bS: Array, ctx: Context) -> Array:
         x_bSD = ctx.embed(self.tokens.table[...], tokens_bS)
         if self.positions is not None:
             x_bSD = x_bSD + self.positions.rows(ctx.at_block_boundary(ctx.positions_bS))
         x_bSD = ctx.dropout(x_bSD, self.rate, SITE_EMBED, BOUNDARY)
-        for name, layer in (self.layers or {}).items():
-            x_bSD = layer(x_bSD, ctx.at(int(name)))
+        if self.layers is not None:
+            for i in range(self.num_leading):  # not .items(): once rebuilt, the dict is in the order of text, "10" before "2"
+                x_bSD = ctx.remat(partial(self.layers[str(i)], ctx=ctx.at(i)), x_bSD)
         return x_bSD
 
 
@@ -83,7 +86,7 @@ class MoeLayer(AttentionHalf):
         super().__init__(config)
         self.moe = Moe(config)
 
-    def __call__(self, x_bSD: Array, ctx: Context, block: Array | int) -> tuple[Array, Terms]:
+    def through(self, x_bSD: Array, ctx: Context, block: Array | int) -> tuple[Array, Terms]:
         """block: which of the repeating blocks this is, for the terms."""
         x_bSD = self.attended(x_bSD, ctx)
         m_bSD, terms = self.moe(self.mlp_norm(x_bSD), ctx, block)
@@ -97,8 +100,8 @@ class MoeBlock(MoeLayer):
         super().__init__(config)
         self.first = config.leading_dense
 
-    def __call__(self, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().__call__(x_bSD, ctx.at(ctx.layer + self.first), ctx.layer)
+    def __call__(self, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:
+        return self.through(x_bSD, ctx.at(ctx.layer + self.first), ctx.layer)
 
 
 class MixedBlock(nnx.Module):
@@ -115,7 +118,7 @@ class MixedBlock(nnx.Module):
         for i in range(self.size):
             part = self.layers[str(i)]
             if isinstance(part, MoeLayer):
-                x_bSD, terms = part(x_bSD, ctx.at(layer + i), ctx.layer)
+                x_bSD, terms = part.through(x_bSD, ctx.at(layer + i), ctx.layer)
             else:
                 x_bSD = part(x_bSD, ctx.at(layer + i))
         return x_bSD, terms

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,6 +42,7 @@ class SpmdContext:
     segments_bS: Array | None
     wide_dtype: Any
     key: tuple[Array, Array] | None  # (seed, step) of the run; None: evaluation, no dropout
+    remat_policy: Callable[..., Any] | None = None  # None: everything is kept
     attention_dropout: float = 0.0
     layer: Array | int = 0
     shared: Any = None  # what `Model.shared` made once for all layers
@@ -57,6 +59,9 @@ class SpmdContext:
 
     def leave(self, y_bSD: Array, dim: str) -> Array:
         return tensor.leave(self.layout, y_bSD, dim)
+
+    def remat(self, layer: Callable[[Array], Array], x_bSD: Array) -> Array:
+        return layer(x_bSD) if self.remat_policy is None else jax.checkpoint(layer, policy=self.remat_policy)(x_bSD)
 
     def select(self, w: Array, array_dim: int, dim: str, of: str) -> Array:
         return tensor.select(self.layout, w, array_dim, dim, of)

@@ -56,6 +56,7 @@ class Forward:
             wide_dtype=wide(self.compute_dtype),
             key=key,
             attention_dropout=self.attention_dropout,
+            remat_policy=None if self.remat.policy == "none" else remat_policy(self.remat, self.layout, self.plans["blocks"]),
         )
         return ctx.replace(shared=self.model.shared(ctx) if shared is None else shared)
 

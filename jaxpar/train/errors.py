@@ -10,7 +10,11 @@ class NonFiniteError(RunStoppedError):
 
 
 class ExpertsError(RunStoppedError):
-    """More tokens dropped than the config allows."""
+    """More tokens dropped than the config allows. lossy: a full buffer cut off some, so the loss depends on the layout."""
+
+    def __init__(self, message: str, *, lossy: bool) -> None:
+        super().__init__(message)
+        self.lossy = lossy
 
 
 class StepChangedError(RuntimeError):

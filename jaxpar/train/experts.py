@@ -30,20 +30,30 @@ def max_over_mean(load_LE: np.ndarray) -> np.ndarray:
     return np.where(mean_L > 0, load_LE.max(axis=1) / np.where(mean_L > 0, mean_L, 1.0), 0.0)
 
 
-def limits_error(moe: MoeConfig | None, step: int, tables: Mapping[str, np.ndarray]) -> ExpertsError | None:
-    """What ends the run after a step: more dropped than `max_drop_fraction`, or a full buffer that was not allowed."""
+def limits_error(moe: MoeConfig | None, where: str, tables: Mapping[str, np.ndarray], prefix: str = "") -> ExpertsError | None:
+    """What ends a run: more dropped than `max_drop_fraction`, or a full buffer that was not allowed. where: "step 7"."""
     if moe is None:
         return None
+    dropped, lost = (_worst(tables, f"{prefix}{name}") for name in ("moe_dropped", "moe_overflow"))
     lines = []
-    if moe.max_drop_fraction is not None and "moe_dropped" in tables:
-        block = int(np.argmax(tables["moe_dropped"]))
-        if (dropped := float(tables["moe_dropped"][block])) > moe.max_drop_fraction:
-            text = f"block {block} dropped {dropped:.4f} of its choices, more than model.moe.max_drop_fraction={moe.max_drop_fraction}"
-            lines.append(f"{text}; a larger model.moe.capacity_factor or balance_coefficient would drop fewer")
-    if not moe.allow_overflow and "moe_overflow" in tables:
-        block = int(np.argmax(tables["moe_overflow"]))
-        if (lost := float(tables["moe_overflow"][block])) > 0:
-            text = f"block {block} lost {lost:.4f} of its choices, for a device can receive model.moe.ragged_buffer_factor="
-            text += f"{moe.ragged_buffer_factor} times what it would if all were balanced"
-            lines.append(f"{text}; set it higher, or model.moe.allow_overflow=true to go on")
-    return ExpertsError(f"step {step}: {'; '.join(lines)}") if lines else None
+    if dropped is not None and moe.max_drop_fraction is not None and dropped[1] > moe.max_drop_fraction:
+        text = (
+            "block {} dropped {:.4f} of its choices, ".format(*dropped) + f"more than model.moe.max_drop_fraction={moe.max_drop_fraction}"
+        )
+        lines.append(f"{text}; a larger model.moe.capacity_factor or balance_coefficient would drop fewer")
+    lossy = lost is not None and not moe.allow_overflow and lost[1] > 0
+    if lossy:
+        text = "block {} lost {:.4f} of its choices, ".format(*lost)
+        text += (
+            f"for a device can receive model.moe.ragged_buffer_factor={moe.ragged_buffer_factor} times what it would if all were balanced"
+        )
+        lines.append(f"{text}; set it higher, or model.moe.allow_overflow=true to go on")
+    return ExpertsError(f"{where}: {'; '.join(lines)}", lossy=lossy) if lines else None
+
+
+def _worst(tables: Mapping[str, np.ndarray], name: str) -> tuple[int, float] | None:
+    """(block, fraction) of the largest."""
+    if name not in tables:
+        return None
+    block = int(np.argmax(tables[name]))
+    return block, float(tables[name][block])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 
@@ -21,6 +22,7 @@ from jaxpar.step.state import TrainState
 from jaxpar.train.background import Background
 from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
 from jaxpar.train.display import ConsoleDisplay, Display, reading
+from jaxpar.train.errors import ExpertsError
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.experts import limits_error, table_row
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
@@ -103,6 +105,7 @@ class Loop:
     clock: Clock
     losses: list[float] = field(default_factory=list)
     eval_loss: float | None = None
+    eval_limits: ExpertsError | None = None  # of the last evaluation
     eval_step: jax.stages.Compiled | None = None
     running: tuple[int, dict[str, Array]] | None = None  # the step whose numbers were not read yet
 
@@ -153,7 +156,7 @@ class Loop:
         self.losses.append(numbers["loss"])
         bad = self.policy.is_bad(numbers)
         error = self.policy.error(step, numbers, found.leaf_norms) if bad else None
-        limits = limits_error(self.parts.config.model.moe, step, found.tables)
+        limits = limits_error(self.parts.config.model.moe, f"step {step}", found.tables)
         logged = step % self.parts.config.train.log_every == 0 or step == self.parts.config.train.steps
         self.display.step(step, numbers["loss"], self.clock.tokens_per_step * self.clock.steps / self.clock.train_s)
         if not (logged or bad or limits or not write):
@@ -173,8 +176,8 @@ class Loop:
             raise error
         if limits is not None:
             self.log.write(row)
-            self.save(blocking=True)
-            raise limits
+            # After drops the state is as good as any; after a loss it is one that this layout alone would have made.
+            self.stop_for(limits, save=not limits.lossy)
         if write:
             self.write(row)
         return row
@@ -199,6 +202,8 @@ class Loop:
         self.write(row)
         if self.saves(self.done):
             self.save()
+        if self.eval_limits is not None:
+            self.stop_for(self.eval_limits, save=True)
         self.clock.restart()
 
     def evaluation(self) -> Row:
@@ -211,6 +216,7 @@ class Loop:
             return {}
         scalars, tables = scalars_and_tables({f"eval_{name}": value for name, value in means.items()})
         self.eval_loss = scalars["eval_loss"]
+        self.eval_limits = limits_error(self.parts.config.model.moe, f"evaluation after step {self.done}", tables, "eval_")
         return {**scalars, **table_row(tables), "eval_s": time.perf_counter() - began}
 
     def write(self, row: Row) -> None:
@@ -225,6 +231,14 @@ class Loop:
         state = self.parts.natural.from_run(self.state)
         self.parts.checkpoints.save(self.done, state, meta_of(self.parts, self.done, samples), blocking=blocking)
         self.saved = self.done
+
+    def stop_for(self, limits: ExpertsError, *, save: bool) -> NoReturn:
+        """End the run, and say from where it can go on."""
+        if save:
+            self.save(blocking=True)
+        self.parts.checkpoints.wait()
+        there = f"the last checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"
+        raise ExpertsError(f"{limits}; {there}", lossy=limits.lossy)
 
     def save_last_good(self) -> None:
         """After a step that stopped the run: the state that it found."""

@@ -348,6 +348,12 @@ IDLE: list[tuple[Changes, str]] = [
     (moe(bias_centred=True), "bias_centred: true has no effect with model.moe.router=topk, only with sigmoid_bias"),
     (moe(sinkhorn_tolerance=1.0), "sinkhorn_tolerance: 1.0 has no effect with model.moe.router=topk, only with sinkhorn"),
     (moe(shared_gate=True), "shared_gate: true has no effect with model.moe.shared_experts=0"),
+    (moe(balance_scope="global"), "balance_scope: global has no effect with model.moe.balance_coefficient=0"),
+    (
+        moe(balance_scope="global", balance_coefficient=0.01, balance_counts="first"),
+        "balance_counts: first has no effect with model.moe.balance_scope=global",
+    ),
+    (moe(router="expert_choice", max_drop_fraction=0.1), "max_drop_fraction: 0.1 has no effect with model.moe.router=expert_choice"),
 ]
 
 
@@ -520,8 +526,15 @@ def test_operands_are_named_a_block() -> None:
             "model.moe.router=sigmoid_bias with model.moe.balance_coefficient=0.01: two forces balance the experts",
         ),
         (moe(num_experts=1, top_k=1), "model.moe.num_experts=1: every token goes to the one expert"),
-        (moe(top_k=1), "model.moe.top_k=1 with gates that sum to 1: each is 1, so the loss teaches the router nothing"),
-        (moe(capacity_factor=None), "model.moe.capacity_factor=null with model.moe.dispatch=all_to_all: buffers have room for every"),
+        (moe(), "nothing balances the experts of model.moe.router=topk: model.moe.balance_coefficient=0; 1e-2 is usual"),
+        (
+            moe(top_k=1, balance_coefficient=1e-2),
+            "model.moe.top_k=1 with gates that sum to 1: each is 1, so the loss teaches the router nothing",
+        ),
+        (
+            moe(capacity_factor=None, entropy_coefficient=1e-2),
+            "model.moe.capacity_factor=null with model.moe.dispatch=all_to_all: buffers have room for every",
+        ),
     ],
 )
 def test_notes(changes: Changes, said: str) -> None:
@@ -533,9 +546,15 @@ def test_notes(changes: Changes, said: str) -> None:
 
 
 def test_no_notes() -> None:
-    for changes in ({}, {"model.moe": None}, moe(router="switch", top_k=1), moe(top_k=1, renormalize=False)):
+    balanced = {"model.moe.balance_coefficient": 1e-2}
+    for changes in (
+        balanced,
+        {"model.moe": None},
+        {**moe(router="switch", top_k=1), **balanced},
+        {**moe(top_k=1, renormalize=False), **balanced},
+    ):
         assert moe_notes(config(changes)) == []
-    (note,) = moe_notes(config(moe(capacity_factor=None)))
+    (note,) = moe_notes(config({**moe(capacity_factor=None), **balanced}))
     assert "4 x what top_k=2 fills" in note
 
 
@@ -552,7 +571,6 @@ def test_names_of_other_trainers_exist_here() -> None:
         ("model.moe.moe_router_topk", "model.moe.top_k"),
         ("model.num_experts_per_tok", "model.moe.top_k"),
         ("moe_aux_loss_coeff", "model.moe.balance_coefficient"),
-        ("model.router_aux_loss_coef", "model.moe.balance_coefficient"),
         ("model.moe.moe_z_loss_coeff", "model.moe.router_z_coefficient"),
         ("model.n_shared_experts", "model.moe.shared_experts"),
         ("model.first_k_dense_replace", "model.moe.leading_dense"),
@@ -571,6 +589,13 @@ def test_names_of_other_trainers(key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate(tree({key: 4}))
     assert error.value.problems == [f"{key}: unknown key; did you mean {meant}?"]
+
+
+def test_a_name_whose_number_means_something_else() -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(tree({"model.router_aux_loss_coef": 0.02}))
+    (problem,) = error.value.problems
+    assert problem.startswith("model.router_aux_loss_coef: unknown key; did you mean model.moe.balance_coefficient? (of it x")
 
 
 def test_a_name_in_the_wrong_section() -> None:

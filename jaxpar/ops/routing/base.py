@@ -13,14 +13,14 @@ from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
 from jaxpar.core.vma import vary_alike
 from jaxpar.ops.routing.capacity import places
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.pick import at, best, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 BITS = 50  # of the spread of scores, the least raise of an offer is one in so many (fairseq)
 MAX_ROUNDS = 400  # then tokens without a place take what is free
 
 
-def base(config: MoeConfig) -> Router:
+def base(config: MoeConfig) -> RoutingRule:
     """Training: ceil(valid tokens of the group / E) places an expert. Evaluation: the best expert. Gate: sigmoid of its logit."""
 
     def scores(logits: Array) -> Array:
@@ -34,7 +34,7 @@ def base(config: MoeConfig) -> Router:
     def gates(logits: Array, _scores: Array, expert: Array) -> Array:
         return at(jax.nn.sigmoid(logits), expert)
 
-    return Router(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
+    return RoutingRule(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
 
 
 def assign(score_gTE: Array, valid_gT: Array) -> Array:

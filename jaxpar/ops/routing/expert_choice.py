@@ -6,11 +6,11 @@ from jax import lax
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.pick import at
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 
-def expert_choice(config: MoeConfig) -> Router:
+def expert_choice(config: MoeConfig) -> RoutingRule:
     """Expert e takes the `capacity` tokens of its group with the largest probability of e, and stands at place e of their lists."""
 
     def probabilities(logits: Array) -> Array:
@@ -23,7 +23,7 @@ def expert_choice(config: MoeConfig) -> Router:
     def gates(_logits: Array, scores: Array, expert: Array) -> Array:
         return at(scores, expert)
 
-    return Router(probabilities, choose, gates, probabilities)
+    return RoutingRule(probabilities, choose, gates, probabilities)
 
 
 def _taken(probability_gTE: Array, valid_gT: Array, capacity: int) -> Array:

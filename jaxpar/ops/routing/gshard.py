@@ -6,11 +6,11 @@ from jax import lax
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.pick import best, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 
-def gshard(_config: MoeConfig) -> Router:
+def gshard(_config: MoeConfig) -> RoutingRule:
     """Gates g1 / (g1 + g2) and g2 / (g1 + g2), also where the second expert is left out."""
 
     def probabilities(logits: Array) -> Array:
@@ -29,7 +29,7 @@ def gshard(_config: MoeConfig) -> Router:
     def gates(_logits: Array, scores: Array, expert: Array) -> Array:
         return jnp.where(expert >= 0, _two(scores), 0)
 
-    return Router(probabilities, choose, gates, probabilities)
+    return RoutingRule(probabilities, choose, gates, probabilities)
 
 
 def _two(probabilities: Array) -> Array:

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
 from jaxpar.ops.random import fold, key_of
-from jaxpar.ops.routing.choice import Router, Seen
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 SEED = 0  # the same table in every run and every layer
 
 
-def hashed(config: MoeConfig) -> Router:
+def hashed(config: MoeConfig) -> RoutingRule:
     """Threefry bits of the id, modulo the number of experts. Gate 1. Logits, where a caller has any, count in the losses only."""
 
     def scores(logits: Array) -> Array:
@@ -25,4 +25,4 @@ def hashed(config: MoeConfig) -> Router:
     def gates(logits: Array, _scores: Array, expert: Array) -> Array:
         return (expert >= 0).astype(logits.dtype)
 
-    return Router(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
+    return RoutingRule(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.group_limit import limit_groups
 from jaxpar.ops.routing.pick import at, best, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 SMALL = 1e-20  # added to the sum of scores that gates are divided by, as in DeepSeek-V3's published code
 
 
-def sigmoid_bias(config: MoeConfig) -> Router:
+def sigmoid_bias(config: MoeConfig) -> RoutingRule:
     """Gates from scores without bias, divided by their sum (`renormalize`). The bias is updated elsewhere, once per optimizer step."""
 
     def choose(scores_gTE: Array, seen: Seen) -> Array:
@@ -22,7 +22,7 @@ def sigmoid_bias(config: MoeConfig) -> Router:
     def gates(logits: Array, scores: Array, expert: Array) -> Array:
         return _share(logits, expert) if config.renormalize else at(scores, expert)
 
-    return Router(scores=jax.nn.sigmoid, choose=choose, gates=gates, probabilities=_probabilities)
+    return RoutingRule(scores=jax.nn.sigmoid, choose=choose, gates=gates, probabilities=_probabilities)
 
 
 def _share(logits: Array, expert: Array) -> Array:

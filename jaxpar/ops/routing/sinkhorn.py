@@ -7,13 +7,13 @@ from jax import lax
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
 from jaxpar.core.vma import vary_alike
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.pick import at, best, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 MAX_ROUNDS = 100
 
 
-def sinkhorn(config: MoeConfig) -> Router:
+def sinkhorn(config: MoeConfig) -> RoutingRule:
     """Gates: sigmoid of the logit for one expert a token, else its probability among all, not renormalised."""
 
     def scores(logits: Array) -> Array:
@@ -28,7 +28,7 @@ def sinkhorn(config: MoeConfig) -> Router:
     def gates(logits: Array, _scores: Array, expert: Array) -> Array:
         return at(jax.nn.sigmoid(logits) if config.top_k == 1 else jax.nn.softmax(logits, axis=-1), expert)
 
-    return Router(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
+    return RoutingRule(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
 
 
 def log_factors(logits_gTE: Array, valid_gT: Array, tolerance: float) -> Array:

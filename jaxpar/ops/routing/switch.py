@@ -4,11 +4,11 @@ import jax
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.pick import at, best, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 
-def switch(_config: MoeConfig) -> Router:
+def switch(_config: MoeConfig) -> RoutingRule:
     """The gate is never renormalised: of one expert it would be 1, and the router would learn nothing."""
 
     def probabilities(logits: Array) -> Array:
@@ -20,4 +20,4 @@ def switch(_config: MoeConfig) -> Router:
     def gates(_logits: Array, scores: Array, expert: Array) -> Array:
         return at(scores, expert)
 
-    return Router(probabilities, choose, gates, probabilities)
+    return RoutingRule(probabilities, choose, gates, probabilities)

@@ -4,12 +4,12 @@ import jax
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.typing import Array
-from jaxpar.ops.routing.choice import Router, Seen
 from jaxpar.ops.routing.group_limit import limit_groups
 from jaxpar.ops.routing.pick import at, best, softmax_at, unless_padding
+from jaxpar.ops.routing.rule import RoutingRule, Seen
 
 
-def topk(config: MoeConfig) -> Router:
+def topk(config: MoeConfig) -> RoutingRule:
     """Gates: probabilities of the chosen, as they are or divided by their sum; `softmax: after` always sums to 1."""
     all_probabilities = config.softmax == "before"
 
@@ -24,4 +24,4 @@ def topk(config: MoeConfig) -> Router:
             return at(scores, expert)
         return softmax_at(logits, expert)
 
-    return Router(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))
+    return RoutingRule(scores, choose, gates, probabilities=lambda logits: jax.nn.softmax(logits, axis=-1))

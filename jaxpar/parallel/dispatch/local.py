@@ -21,5 +21,5 @@ class Local:
         """(every token's experts' outputs, weighted and summed, a partial sum where `mlp` is split; None: no row can be cut off)."""
         if axes := layout.split("experts"):
             raise LayoutError(f"dispatch local needs all experts on every device, but they are split over {', '.join(axes)}")
-        tiles = tiles_for(routed.expert_nk.size, routed.num_experts, native=self.native)
+        tiles = tiles_for(routed.most_choices, routed.num_experts, native=self.native)
         return through_experts(x_nD, routed, experts, tiles), None

@@ -1,6 +1,7 @@
 """Dropless: rows sorted by expert, sent in runs of the length that they have, one product for all (MegaBlocks, arXiv 2211.15841).
 
-A device has room for `buffer_factor` x the rows that it would get if all were balanced; rows beyond are cut off and counted.
+A device has room for `buffer_factor` x the rows that it would get if all were balanced (None: for all that can come); rows beyond are cut
+off and counted.
 """
 
 import math
@@ -23,19 +24,20 @@ from jaxpar.parallel.dispatch.sorted import by_expert, through_experts
 class Ragged:
     """A dispatcher. native: by `lax.ragged_all_to_all` and `lax.ragged_dot`, which XLA:CPU lacks or multiplies with every expert."""
 
-    buffer_factor: float
+    buffer_factor: float | None
     native: bool
 
     def __call__(self, layout: Layout, x_nD: Float[Array, "n D"], routed: Routed, experts: Experts) -> tuple[Array, Array]:
         """(every token's experts' outputs, weighted and summed, a partial sum where `mlp` is split; rows of this device cut off)."""
         axes = layout.split("experts")
         ways = layout.size(axes)
-        tiles = tiles_for(routed.expert_nk.size, routed.num_experts // ways, native=self.native)
+        most = routed.most_choices
+        tiles = tiles_for(most, routed.num_experts // ways, native=self.native)
         if not axes:
             return through_experts(x_nD, routed, experts, tiles), jnp.zeros((), jnp.int32)
         row_nk, sizes_E = by_expert(routed, Tiles(1))
-        rows = rows_of(row_nk, row_nk.size)
-        room = math.ceil(self.buffer_factor * row_nk.size)
+        rows = rows_of(row_nk, most)
+        room = self.room(routed, ways, layout.size(layout.context_axes))
         sizes_pE = lax.all_gather(sizes_E, axes)
         runs = runs_of(jnp.sum(sizes_pE.reshape(ways, ways, -1), axis=2, dtype=jnp.int32), lax.axis_index(axes), room)
         exchange = Exchange(axes, self.native)
@@ -44,8 +46,13 @@ class Ragged:
         arranged = rows_of(order_R[:, None], tiles.room(room, mine_E.shape[0]))
         y_RD = experts(spread(got_RD, arranged), tiles.product(mine_E))
         y_RD = collect(y_RD, jnp.ones_like(order_R[:, None], y_RD.dtype), arranged)
-        y_ND = exchange(y_RD, runs.back, row_nk.size)
+        y_ND = exchange(y_RD, runs.back, most)
         return collect(y_ND, routed.gate_nk, rows), jnp.sum(sizes_E, dtype=jnp.int32) - jnp.sum(runs.size_p, dtype=jnp.int32)
+
+    def room(self, routed: Routed, ways: int, shards: int) -> int:
+        """Rows that a device can receive from the `ways` that hold experts; shards: devices that share its groups."""
+        all_rows = ways * routed.most_choices
+        return all_rows if self.buffer_factor is None else min(math.ceil(self.buffer_factor * routed.balanced_choices(shards)), all_rows)
 
 
 def by_local_expert(

@@ -17,3 +17,13 @@ class Routed(NamedTuple):
     num_groups: int
     capacity: int
     num_experts: int
+
+    @property
+    def most_choices(self) -> int:
+        """Choices that can have a place: no token goes to an expert twice, and no expert takes more than `capacity` of a group."""
+        tokens = self.expert_nk.shape[0] // self.num_groups  # of a group, on this device
+        return min(self.expert_nk.size, self.num_groups * self.num_experts * min(self.capacity, tokens))
+
+    def balanced_choices(self, shards: int) -> int:
+        """Of them, those of one device if the `shards` that share the groups had equally many."""
+        return min(self.most_choices, -(-self.num_groups * self.num_experts * self.capacity // shards))

@@ -14,7 +14,7 @@ from jaxpar.parallel.dispatch.routed import Routed
 def through_experts(x_nD: Float[Array, "n D"], routed: Routed, experts: Experts, tiles: Tiles) -> Float[Array, "n D"]:
     """Tokens through experts that are all here."""
     row_nk, sizes_E = by_expert(routed, tiles)
-    rows = rows_of(row_nk, tiles.room(row_nk.size, routed.num_experts))
+    rows = rows_of(row_nk, tiles.room(routed.most_choices, routed.num_experts))
     return collect(experts(spread(x_nD, rows), tiles.product(sizes_E)), routed.gate_nk, rows)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from jaxpar.config.moe import GROUP_ROUTERS, ONE_EXPERT, TWO_EXPERTS, MoeConfig
-from jaxpar.ops.routing.choice import Seen
-from jaxpar.ops.routing.library import ROUTERS, make_router
+from jaxpar.ops.routing.library import RULES, make_rule
+from jaxpar.ops.routing.rule import Seen
 
-NAMES = tuple(ROUTERS)
+NAMES = tuple(RULES)
 OTHER_IN_EVALUATION = ("gshard", "base", "sinkhorn")  # routers that choose differently there
 FREE_TOP_K = tuple(name for name in NAMES if name not in (*ONE_EXPERT, *TWO_EXPERTS))
 BY_TOKEN = tuple(name for name in NAMES if name not in GROUP_ROUTERS)  # a token's experts do not depend on the others
@@ -76,7 +76,7 @@ def seen_of(given: Given, training: bool, capacity: int) -> Seen:
 
 def outputs(config: MoeConfig, logits: Any, seen: Seen) -> tuple[Any, Any, Any]:
     """(experts, gates, probabilities) as a layer makes them: no gradient enters the choice."""
-    router = make_router(config)
+    router = make_rule(config)
     scores = router.scores(logits)
     expert = router.choose(lax.stop_gradient(scores), seen)
     return expert, router.gates(logits, scores, expert), router.probabilities(logits)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxpar.ops.routing.capacity import places
-from jaxpar.ops.routing.library import make_router
+from jaxpar.ops.routing.library import make_rule
 from jaxpar.ops.routing.losses import counts
 from tests.ops.routing.given import (
     BY_TOKEN,
@@ -208,7 +208,7 @@ def test_equal_scores_choose_the_first_experts(name: str, training: bool) -> Non
 def test_no_gradient_through_the_choice(name: str, training: bool) -> None:
     """The slope of gates with the choice inside is that with the experts given."""
     given, config = Given(g=1, T=6), config_of(name)
-    router, seen = make_router(config), seen_of(given, training, 2)
+    router, seen = make_rule(config), seen_of(given, training, 2)
     logits = jnp.asarray(given.logits)
     expert = jnp.asarray(route(config, given, training, capacity=2).expert)
 

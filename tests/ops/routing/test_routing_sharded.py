@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.vma import vary, varying
 from jaxpar.ops.routing.capacity import DropPolicy, places
-from jaxpar.ops.routing.choice import Seen
 from jaxpar.ops.routing.losses import counts
+from jaxpar.ops.routing.rule import Seen
 from tests.ops.routing.given import NAMES, Given, config_of, outputs, route
 
 

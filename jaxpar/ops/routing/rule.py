@@ -33,7 +33,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Router:
+class RoutingRule:
     """One way to route; `probabilities` sum to 1 over experts and are what balance losses see."""
 
     scores: Callable[[Array], Array]  # logits [..., E] -> [..., E]
