@@ -31,7 +31,7 @@ def draw(routers: Mapping[str, Mapping[str, Any]], png: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(1.8, 3.2)
     panels[1].axhline(1, color="#999999", linewidth=0.8)
-    panels[1].set_ylim(0.9, 4)
+    panels[1].set_ylim(bottom=0.9)
     panels[2].set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)

@@ -32,16 +32,17 @@ BENCH, TEXT, OURS = RUNS / "bench.yaml", RUNS / "quickstart_moe.yaml", HERE.pare
 MESH = ("mesh.fake_devices=8", "mesh.data=2", "mesh.expert=4", "zero_stage=1")
 WARMUP = 3  # steps of a throughput run that are not timed, the one that compiles among them
 DROPLESS = "model.moe.capacity_factor=null"
+ONE = ("model.moe.top_k=1", "model.moe.expert_dim=352")  # one expert a token, twice as wide: equal FLOPs
 ROUTERS: Mapping[str, tuple[str, ...]] = {
     "topk, no balance loss": ("model.moe.balance_coefficient=0",),
     "topk": (),
-    "switch": ("model.moe.router=switch", "model.moe.top_k=1"),
+    "switch": ("model.moe.router=switch", *ONE),
     "gshard": ("model.moe.router=gshard",),
     "sigmoid_bias": ("model.moe.router=sigmoid_bias", "model.moe.balance_coefficient=0", "model.moe.bias_rate=1e-2"),
-    "expert_choice": ("model.moe.router=expert_choice", "model.moe.balance_coefficient=0"),
-    "base": ("model.moe.router=base", "model.moe.top_k=1", "model.moe.balance_coefficient=0"),
-    "sinkhorn": ("model.moe.router=sinkhorn", "model.moe.top_k=1", "model.moe.balance_coefficient=0"),
-    "hash": ("model.moe.router=hash", "model.moe.top_k=1", "model.moe.balance_coefficient=0", "model.moe.router_z_coefficient=0"),
+    "expert_choice": ("model.moe.router=expert_choice", "model.moe.balance_coefficient=0", "model.moe.capacity_factor=1"),
+    "base": ("model.moe.router=base", *ONE, "model.moe.balance_coefficient=0"),
+    "sinkhorn": ("model.moe.router=sinkhorn", *ONE, "model.moe.balance_coefficient=0"),
+    "hash": ("model.moe.router=hash", *ONE, "model.moe.balance_coefficient=0", "model.moe.router_z_coefficient=0"),
 }
 
 
@@ -71,15 +72,14 @@ def medians(runs: Mapping[str, Sequence[str]], timed: int) -> dict[str, float]:
 
 
 def experts(num: int, *changes: str) -> list[str]:
-    """Half as wide as the dense layer and two a token: equal active FLOPs, but for the router's."""
+    """Half as wide as the dense layer and two a token: equal active FLOPs, but for the router's. Later changes win."""
     return [*MESH, f"model.moe.num_experts={num}", "model.moe.top_k=2", "model.moe.expert_dim=512", *changes]
 
 
 def kinds(num: int) -> dict[str, list[str]]:
-    alone = [override for override in experts(num, "model.moe.dispatch=local") if not override.startswith(("mesh.data", "mesh.expert"))]
     return {
         "dense": list(MESH),
-        "local, dropless": [*alone, DROPLESS, "mesh.data=8"],
+        "local, dropless": experts(num, "mesh.data=8", "mesh.expert=1", "model.moe.dispatch=local", DROPLESS),
         "all_to_all, capacity 1": experts(num, "model.moe.capacity_factor=1.0"),
         "all_to_all, capacity 1.25": experts(num),
         "ragged, dropless": experts(num, "model.moe.dispatch=ragged", DROPLESS),
@@ -137,8 +137,9 @@ def shown(title: str, times: Mapping[str, float], against: Sequence[str]) -> Non
 @app.command()
 def cost(timed: Timed = 7, path: Json = RESULT, overrides: Overrides = None) -> None:
     """Step time of each dispatcher beside a dense model of equal active FLOPs."""
-    times = medians({name: [*run, *(overrides or ())] for name, run in kinds(8).items()}, timed)
-    active = {name: active_parameter_count(jaxpar.load_config(BENCH, run).model) for name, run in kinds(8).items()}
+    runs = {name: [*run, *(overrides or ())] for name, run in kinds(8).items()}
+    times = medians(runs, timed)
+    active = {name: active_parameter_count(jaxpar.load_config(BENCH, run).model) for name, run in runs.items()}
     record(path, cost={"step_ms": times, "active_parameters": active})
     shown("8 experts, 2 a token, each half as wide as the dense layer", times, ["dense", "local, dropless"])
 
@@ -152,8 +153,9 @@ def growth(timed: Timed = 7, path: Json = RESULT, overrides: Overrides = None) -
         for num in (8, 16, 32, 64)
     }
     times = medians(runs, timed)
-    record(path, growth={"step_ms": times})
-    shown("more experts", times, [name for name in times if name.startswith("8 ")])
+    changed = " ".join(overrides or ("bench.yaml",))
+    record(path, growth=read(path).get("growth", {}) | {changed: {"step_ms": times}})
+    shown(f"more experts, {changed}", times, [name for name in times if name.startswith("8 ")])
 
 
 @app.command()
@@ -169,7 +171,7 @@ def baseline(
     own = ["mesh.fake_devices=8", "mesh.expert=4", "mesh.data=2", *moe, *(overrides or ())]
     runs = [measure_pair(plain.resolve(), own, timed) for _ in track(range(pairs), "pairs", console=Console(stderr=True))]
     ratio = statistics.median(ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in runs)
-    name = " ".join(["ZeRO 0" if not overrides else "", *(overrides or ())]).strip()
+    name = " ".join(overrides or ("bench.yaml",))
     record(path, baseline=read(path).get("baseline", {}) | {name: {"ratio": ratio, "pairs": runs}})
     rates = [statistics.median(pair[i]["tokens_per_s"] for pair in runs) for i in (0, 1)]
     print(f"{name}: {rates[0]:.0f} tokens/s, the plain program {rates[1]:.0f}; median ratio {ratio:.2f}")

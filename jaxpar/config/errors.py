@@ -87,7 +87,7 @@ ALIASES: Mapping[str, str] = {
 }
 # Those whose number means something else here.
 CONVERSIONS: Mapping[str, str] = {
-    "router_aux_loss_coef": "of it x model.moe.top_k / layers with experts, for there it counts once for all layers and is top_k at balance",
+    "router_aux_loss_coef": "of it x top_k / layers with experts: there it counts once for all layers and is top_k at balance",
 }
 SAME_NAME_CUTOFF = 0.6  # of difflib's ratio; `learing_rate` and `learning_rate` have 0.96
 

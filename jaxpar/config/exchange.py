@@ -1,4 +1,4 @@
-"""Bytes that experts send, from the config alone. all_to_all: as the compiled program has them (tested); ragged: what runs hold if balanced."""
+"""Bytes that experts send, from the config alone: all_to_all as the compiled program has them (tested), ragged if all were balanced."""
 
 import math
 
@@ -23,22 +23,28 @@ def filled_places(num_groups: int, capacity: int, ways: int) -> int:
     return math.ceil(num_groups * capacity / ways) * ways
 
 
+def rows_of_numbers(count: int, width: int, itemsize: int) -> int:
+    """Rows of `width` elements that hold `count` numbers of float32's precision: elements of 2 bytes hold half a number."""
+    return math.ceil(count * (2 if itemsize == 2 else 1) / width)
+
+
 def exchange_bytes(config: RunConfig, layout: Layout) -> int:
     """Bytes a device sends to the other holders of experts in a step; 0 where each holds all of them.
 
-    all_to_all: experts x places x embed_dim, of which 1 / expert stays, four times a block and microbatch. ragged: of the rows that there
-    are, if all were balanced.
+    all_to_all: experts x places x embed_dim, of which 1 / expert stays, four times a block and microbatch, and once, behind the gradients
+    of the rows, a number for each place: the gradient of its gate. ragged: of the rows that there are, if all were balanced.
     """
     moe, experts = config.model.moe, layout.ways("experts")
     if moe is None or experts == 1:
         return 0
+    width, itemsize = config.model.embed_dim, DTYPE_BYTES[config.compute_dtype]
     if moe.dispatch == "all_to_all":
-        rows = moe.num_experts * places_per_expert(config, layout) // layout.ways("seq")
+        places = places_per_expert(config, layout) // layout.ways("seq")
+        rows = moe.num_experts * (PASSES * places + rows_of_numbers(places, width, itemsize))
     else:
         tokens = (
             config.data.global_batch_size * config.data.seq_len // (config.num_microbatches * layout.ways("batch") * layout.ways("seq"))
         )
-        rows = round(tokens * moe.mean_choices)
+        rows = PASSES * round(tokens * moe.mean_choices)
     blocks = config.model.num_blocks / layout.sizes["pipe"]
-    once = rows * config.model.embed_dim * DTYPE_BYTES[config.compute_dtype] * (experts - 1) / experts
-    return round(PASSES * blocks * config.num_microbatches * once)
+    return round(blocks * config.num_microbatches * rows * width * itemsize * (experts - 1) / experts)

@@ -42,9 +42,11 @@ class Routing(NamedTuple):
     num_experts: int
 
 
-# A product of rows with the matrices [experts, in, out] of their experts, and a layer of experts on rows in any arrangement.
+# A product of rows with the matrices [experts, in, out] of their experts; a function that changes no row, by which gates learn; and a layer
+# of experts on rows in any arrangement, which applies that function once, to the rows that enter its last map.
 Product = Callable[[Array, Array], Array]
-Experts = Callable[[Array, Product], Array]
+Weigh = Callable[[Array], Array]
+Experts = Callable[[Array, Product, Weigh], Array]
 
 
 class Context(Protocol):

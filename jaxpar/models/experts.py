@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxpar.config.model import ModelConfig
-from jaxpar.core.protocols import Product
+from jaxpar.core.protocols import Product, Weigh
 from jaxpar.models.param import normal, param
 
 
@@ -29,8 +29,8 @@ class Experts(nnx.Module):
         self.up = Matrices(num, embed, mlp, std)
         self.down = Matrices(num, mlp, embed, std / (2 * c.num_layers) ** 0.5)
 
-    def __call__(self, rows: Array, product: Product) -> Array:
-        """rows [..., D] -> [..., D], a partial sum where `mlp` is split. product: (rows, matrices) -> rows."""
+    def __call__(self, rows: Array, product: Product, weigh: Weigh) -> Array:
+        """rows [..., D] -> [..., D], a partial sum where `mlp` is split. product: (rows, matrices) -> rows. weigh: changes no row."""
         up = product(rows, self.up.kernel[...])
         hidden = jax.nn.gelu(up, approximate=True) if self.gate is None else jax.nn.silu(product(rows, self.gate.kernel[...])) * up
-        return product(checkpoint_name(hidden, "mlp_hidden"), self.down.kernel[...])
+        return product(weigh(checkpoint_name(hidden, "mlp_hidden")), self.down.kernel[...])

@@ -41,8 +41,9 @@ def limits_error(moe: MoeConfig | None, where: str, tables: Mapping[str, np.ndar
             "block {} dropped {:.4f} of its choices, ".format(*dropped) + f"more than model.moe.max_drop_fraction={moe.max_drop_fraction}"
         )
         lines.append(f"{text}; a larger model.moe.capacity_factor or balance_coefficient would drop fewer")
-    lossy = lost is not None and not moe.allow_overflow and lost[1] > 0
-    if lossy:
+    lossy = False
+    if lost is not None and lost[1] > 0 and not moe.allow_overflow:
+        lossy = True
         text = "block {} lost {:.4f} of its choices, ".format(*lost)
         text += (
             f"for a device can receive model.moe.ragged_buffer_factor={moe.ragged_buffer_factor} times what it would if all were balanced"

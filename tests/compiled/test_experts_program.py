@@ -37,8 +37,9 @@ def test_two_all_to_alls_forward_and_two_backward_in_every_layer(mesh: dict[str,
     assert arrays[exchanged] == 4 * LAYERS * microbatches
     rows = ROWS // (microbatches * mesh["expert"] * mesh.get("data", 1))
     capacity = 10  # ceil(32 x 2 / 8 x 1.25)
-    local = EXPERTS * rows * capacity * EMBED * WIDTH // mesh.get("context", 1)
-    assert moved[exchanged] == 4 * LAYERS * microbatches * local
+    places = rows * capacity // mesh.get("context", 1)
+    gate_rows = math.ceil(places / EMBED)  # gradients of gates, behind those of an expert's rows
+    assert moved[exchanged] == LAYERS * microbatches * EXPERTS * (4 * places + gate_rows) * EMBED * WIDTH
     # What leaves the device: all but its own share.
     assert exchange_bytes(p.config, p.layout) == moved[exchanged] * (mesh["expert"] - 1) // mesh["expert"]
 
@@ -70,7 +71,8 @@ def test_no_tokens_are_gathered_over_context(method: str) -> None:
     over_context = [eqn.outvars[0].aval for eqn in gathered if "context" in str(eqn.params["axis_name"])]
     whole = [a for a in over_context if a.dtype.kind == "f" and a.shape[-1] == EMBED]
     places = EXPERTS * (ROWS // 2) * 10
-    assert {a.shape for a in whole} == {(EXPERTS, places // EXPERTS, EMBED)}  # what comes back of the buffer
+    # What comes back of the buffer; with a row of gates' gradients from each of the two.
+    assert {a.shape for a in whole} == {(EXPERTS, places // EXPERTS, EMBED), (EXPERTS, places // EXPERTS + 2 * 1, EMBED)}
     assert max(nbytes(a) for a in over_context if a.dtype.kind in "ib") <= 4 * ROWS * SEQ * 2
 
 

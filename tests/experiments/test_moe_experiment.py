@@ -42,8 +42,12 @@ def test_all_kinds_have_the_active_parameters_of_the_dense_model(moe: ModuleType
 
 
 def test_every_router_is_a_legal_run(moe: ModuleType) -> None:
-    found = [jaxpar.load_config(moe.TEXT, list(overrides)).model.moe for overrides in moe.ROUTERS.values()]
-    assert len({each.router for each in found if each}) == 8
+    """All eight, at equal work: as many parameters a token, but for the router's own."""
+    models = [jaxpar.load_config(moe.TEXT, list(overrides)).model for overrides in moe.ROUTERS.values()]
+    assert len({model.moe.router for model in models if model.moe}) == 8
+    router = 4 * 128 * 8
+    assert len({active_parameter_count(model) - router * bool(model.moe and model.moe.learns) for model in models}) == 1
+    assert {model.moe.mean_choices * model.expert_dim for model in models if model.moe} == {2 * 176}
 
 
 @pytest.mark.slow

@@ -13,15 +13,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config.axes import AXES
+from jaxpar.config.exchange import rows_of_numbers
 from jaxpar.config.layout import Layout, LayoutError
 from jaxpar.ops.routing.capacity import places
-from jaxpar.parallel.dispatch.all_to_all import all_to_all
+from jaxpar.parallel.dispatch.all_to_all import all_to_all, in_rows, out_of_rows
 from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
 from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
 from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
 from jaxpar.parallel.dispatch.routed import Routed
+from jaxpar.parallel.dispatch.weigh import unit_gates
 
 EXPERTS, TOKENS, WIDTH, K = 8, 24, 6, 2
 
@@ -43,18 +45,18 @@ def choices(rng: np.random.Generator, tokens: int, *, uneven: bool = False) -> n
     return expert.astype(np.int32)
 
 
-def identity(rows: jax.Array, _product: Any) -> jax.Array:
-    return rows
+def identity(rows: jax.Array, _product: Any, weigh: Any) -> jax.Array:
+    return weigh(rows)
 
 
-def scaled(rows: jax.Array, product: Any) -> jax.Array:
+def scaled(rows: jax.Array, product: Any, weigh: Any) -> jax.Array:
     """Experts that multiply by 1, 2, 3, ...: which one did the work shows."""
     factor = jnp.arange(1, EXPERTS + 1, dtype=rows.dtype)
     mine = factor.reshape(-1, 1, 1) * jnp.eye(WIDTH, dtype=rows.dtype)
     if jax.typeof(rows).manual_axis_type.varying:
         axis = jax.lax.axis_index("expert") * (EXPERTS // jax.lax.axis_size("expert"))
         mine = jax.lax.dynamic_slice_in_dim(mine, axis, EXPERTS // jax.lax.axis_size("expert"), 0)
-    return product(rows, mine)
+    return product(weigh(rows), mine)
 
 
 def run(
@@ -111,9 +113,9 @@ def test_every_token_meets_its_experts(ways: int) -> None:
     np.testing.assert_allclose(by_buffers, want, rtol=1e-6)
 
 
-def _scaled_alone(rows: jax.Array, product: Any) -> jax.Array:
+def _scaled_alone(rows: jax.Array, product: Any, weigh: Any) -> jax.Array:
     factor = jnp.arange(1, EXPERTS + 1, dtype=rows.dtype)
-    return product(rows, factor.reshape(-1, 1, 1) * jnp.eye(WIDTH, dtype=rows.dtype))
+    return product(weigh(rows), factor.reshape(-1, 1, 1) * jnp.eye(WIDTH, dtype=rows.dtype))
 
 
 def test_rows_beyond_the_buffer_are_counted() -> None:
@@ -127,6 +129,31 @@ def test_rows_beyond_the_buffer_are_counted() -> None:
     halves = np.round(np.divide(y, x, where=x != 0, out=np.zeros_like(x)) * 2)
     np.testing.assert_array_equal(y, x * halves * np.float32(0.5))
     assert halves.sum() == WIDTH * TOKENS * K
+
+
+@pytest.mark.parametrize("dispatch", [all_to_all, Ragged(8.0, native=False), Local(native=False)], ids=["all_to_all", "ragged", "local"])
+def test_experts_that_forget_their_gates_are_an_error(dispatch: Any) -> None:
+    """Without `weigh` no gradient would reach the router."""
+    with pytest.raises(ValueError, match=re.escape("experts: `weigh` applied 0 times; apply it once")):
+        run(dispatch, lambda rows, _product, _weigh: rows, *given_tokens(0), 7, 1)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0), ("bfloat16", 2.0**-15)])
+def test_numbers_travel_in_rows(dtype: str, rtol: float) -> None:
+    """Of any count, behind rows of any width; in bfloat16 with twice its digits."""
+    for count, width in ((1, 8), (8, 8), (13, 8), (160, 64)):
+        numbers = np.random.default_rng(count).standard_normal((3, 2, count)).astype(np.float32) * 1e3
+        rows = in_rows(jnp.asarray(numbers), width, jnp.dtype(dtype))
+        assert rows.dtype == dtype
+        assert rows.shape[-2] == rows_of_numbers(count, width, rows.dtype.itemsize)
+        np.testing.assert_allclose(out_of_rows(rows, count, jnp.dtype("float32")), numbers, rtol=rtol)
+
+
+def test_a_gate_of_zero_has_no_gradient() -> None:
+    """And the others have theirs / gate: what comes back for a row is the gradient times the gate."""
+    rows = rows_of(jnp.asarray([[0, 2], [3, -1]]), 5)
+    _, pullback = jax.vjp(lambda gate: unit_gates(gate, rows), jnp.asarray([[0.5, 0.0], [0.25, 0.75]]))
+    np.testing.assert_array_equal(pullback(jnp.asarray([1.0, 2.0, 3.0, 4.0, 5.0]))[0], [[2.0, 0.0], [16.0, 0.0]])
 
 
 def test_local_cannot_reach_other_devices() -> None:

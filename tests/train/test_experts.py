@@ -41,8 +41,9 @@ def test_a_row_has_every_experts_load_and_what_was_dropped(run: Run) -> None:
     assert row["moe_dropped_worst"] == pytest.approx(max(row["moe_dropped"]), abs=1e-5)
     assert row["moe_dropped_worst"] >= 0.49  # half a place a choice
     assert row["moe_max_load"] == pytest.approx(max(max_over_mean(np.asarray(row["moe_load"]))), rel=1e-3)
-    # Places of 4 experts: ceil(32 x 2 / 4 / 2) = 8 for each of 4 rows; 32 wide, float32; a half leaves; 4 times in each of 2 blocks.
-    assert row["moe_exchange_bytes"] == 4 * 2 * (4 * 4 * 8 * 32 * 4) // 2
+    # Places of 4 experts: ceil(32 x 2 / 4 / 2) = 8 for each of 4 rows, 4 times in each of 2 blocks, and a row of gates' gradients for each
+    # expert; 32 wide, float32; a half leaves.
+    assert row["moe_exchange_bytes"] == 2 * 4 * (4 * 4 * 8 + 1) * 32 * 4 // 2
 
 
 def test_balance_is_a_term_of_its_own_and_loss_stays_the_cross_entropy(run: Run) -> None:

@@ -35,8 +35,7 @@ def rows_of(row_nk: Int[Array, "n k"], num_rows: int) -> Rows:
 @jax.custom_vjp
 def spread(x_nD: Float[Array, "n D"], rows: Rows) -> Float[Array, "R D"]:
     """The rows of a buffer: the token of each, zero where there is none."""
-    k = rows.row_nk.shape[1]
-    return _take(x_nD, jnp.where(rows.choice_R < 0, rows.choice_R, rows.choice_R // k))
+    return _of_tokens(x_nD, rows)
 
 
 def _spread_fwd(x_nD: Array, rows: Rows) -> tuple[Array, tuple[Array, Rows]]:
@@ -64,13 +63,12 @@ def _collect_fwd(y_RD: Array, gate_nk: Array, rows: Rows) -> tuple[Array, tuple[
 
 def _collect_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array, Array, None]:
     y_RD, gate_nk, rows = saved
-    k = rows.row_nk.shape[1]
-    gate_R = _take(gate_nk.reshape(-1, 1), rows.choice_R)
-    dy_RD = _take(dy_nD, jnp.where(rows.choice_R < 0, rows.choice_R, rows.choice_R // k))
+    gate_R = taken(gate_nk.reshape(-1, 1), rows.choice_R)
+    dy_RD = _of_tokens(dy_nD, rows)
     exact = wide(y_RD.dtype)
     # A row's gate is weighed by the row itself: <dy of its token, row>, taken along the rows and then sent back to the choices.
     weighed_R1 = jnp.sum(dy_RD.astype(exact) * y_RD.astype(exact), axis=-1, keepdims=True)
-    dgate_nk = _take(weighed_R1, rows.row_nk.reshape(-1)).reshape(gate_nk.shape).astype(gate_nk.dtype)
+    dgate_nk = taken(weighed_R1, rows.row_nk.reshape(-1)).reshape(gate_nk.shape).astype(gate_nk.dtype)
     dy_RD = (dy_RD.astype(exact) * gate_R.astype(exact)).astype(y_RD.dtype)
     return vary(dy_RD, tuple(varying(y_RD))), vary(dgate_nk, tuple(varying(gate_nk))), None
 
@@ -78,7 +76,31 @@ def _collect_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array,
 collect.defvjp(_collect_fwd, _collect_bwd)
 
 
-def _take(x: Array, index: Array) -> Array:
+@jax.custom_vjp
+def summed(y_RD: Float[Array, "R D"], gate_nk: Float[Array, "n k"], rows: Rows) -> Float[Array, "n D"]:
+    """As `collect`, but gates are constants here (`parallel.dispatch.weigh`), so that no row is kept for the backward pass."""
+    return _sum_over_choices(y_RD, rows.row_nk, gate_nk).astype(y_RD.dtype)
+
+
+def _summed_fwd(y_RD: Array, gate_nk: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:
+    return summed(y_RD, gate_nk, rows), (y_RD[:0], gate_nk, rows)
+
+
+def _summed_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array, Array, None]:
+    like, gate_nk, rows = saved
+    dy_RD = _of_tokens(dy_nD, rows) * taken(gate_nk.reshape(-1, 1), rows.choice_R).astype(wide(like.dtype))
+    return vary(dy_RD.astype(like.dtype), tuple(varying(like))), jnp.zeros_like(gate_nk), None
+
+
+summed.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _of_tokens(x_nD: Array, rows: Rows) -> Array:
+    k = rows.row_nk.shape[1]
+    return taken(x_nD, jnp.where(rows.choice_R < 0, rows.choice_R, rows.choice_R // k))
+
+
+def taken(x: Array, index: Array) -> Array:
     """Rows of x; zeros where the index is negative."""
     x, index = vary_alike(x, index)
     found = jnp.take(x, jnp.maximum(index, 0), axis=0, mode="clip")
@@ -90,7 +112,7 @@ def _sum_over_choices(y_RD: Array, row_nk: Array, gate_nk: Array | None) -> Arra
     exact = wide(y_RD.dtype)
 
     def one(row_n: Array, gate_n: Array | None) -> Array:
-        part_nD = _take(y_RD, row_n).astype(exact)
+        part_nD = taken(y_RD, row_n).astype(exact)
         return part_nD if gate_n is None else part_nD * gate_n.astype(exact)[:, None]
 
     k = row_nk.shape[1]

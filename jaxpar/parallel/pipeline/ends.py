@@ -26,7 +26,7 @@ class Ends:
     scale: dict[str, Array]
 
     def embed_gradient(self, known: Known, dx: Array) -> Gradients:
-        """Gradients of the embedding's weights from that of its output; what the first stage did is done again: a lookup, and layers before the blocks."""
+        """Gradients of the embedding's weights from that of its output; the lookup is done again, and layers before the blocks."""
         return dict(enumerate(jax.tree.leaves(self._embed_backward(self.stage.embed, known, dx))))
 
     def head(self, known: Known, y: Array) -> tuple[Terms, Array, Gradients]:
