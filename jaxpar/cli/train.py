@@ -101,7 +101,7 @@ def another_mesh(config: "RunConfig", num_devices: int) -> str | None:
     from jaxpar.config.checks import check
 
     for tensor, zero_stage in ((1, 3), (2, 3), (4, 1)):
-        sizes = {"pipe": 1, "replica": 1, "data": num_devices // tensor, "context": 1, "tensor": tensor}
+        sizes = {"pipe": 1, "replica": 1, "data": num_devices // tensor, "expert": 1, "context": 1, "tensor": tensor}
         mesh = config.mesh.model_copy(update=sizes)
         other = config.model_copy(update={"mesh": mesh, "zero_stage": zero_stage})
         if num_devices > 1 and num_devices % tensor == 0 and mesh != config.mesh and not check(other, num_devices):

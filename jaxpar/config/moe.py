@@ -81,6 +81,11 @@ class MoeConfig(Section):
         return self.router in GROUP_ROUTERS
 
     @property
+    def needs_places(self) -> bool:
+        """Which place a choice has matters: places are limited, or are those of a buffer."""
+        return self.capacity_factor is not None or self.dispatch == "all_to_all"
+
+    @property
     def learns(self) -> bool:
         """The router has weights: its choice depends on activations."""
         return self.router != "hash"

@@ -30,8 +30,8 @@ class ParamSpec:
 class Routing(NamedTuple):
     """Where tokens go; arrays of this device's tokens after `enter`.
 
-    expert_bSk: -1 for none. gate_bSk: weights of the experts' outputs. place_bSk: place among the tokens of its expert and group, from 0;
-    -1: dropped. capacity: places of an expert for one group. group_rows: rows of a group.
+    expert_bSk: -1 for none. gate_bSk: weights of the experts' outputs. place_bSk: place among the tokens of its expert and group, from 0
+    (or 0 where nobody asks); -1: dropped. capacity: places of an expert for one group. group_rows: rows of a group.
     """
 
     expert_bSk: Array

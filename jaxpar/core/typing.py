@@ -7,6 +7,9 @@ B global batch rows   b rows of one microbatch on a device   M microbatches   S 
 T keys of attention, or the tokens on the other side of `enter` or `leave`   N, n length of a list   W tokens of a window
 D embed   H query heads   G key-value heads   K head dim   F mlp hidden   V vocabulary   L layers   P pipeline stages
 E experts   C expert capacity   k experts a token (in ops/rope.py: half of K)
+
+Of experts' rows: g routing groups of T tokens   t those of them on a device, or tiles   n tokens of a device   R rows of a buffer
+p devices that exchange   e experts of a device. Latent attention has widths of its own (models/mla.py).
 """
 
 from typing import Any

@@ -1,4 +1,7 @@
-"""Multi-head latent attention: down to small latents at a block boundary, up to heads inside the region that `tensor` splits."""
+"""Multi-head latent attention: down to small latents at a block boundary, up to heads inside the region that `tensor` splits.
+
+Widths: L a latent, K a head of queries and keys, of which N without position and R rotary, V a head of values.
+"""
 
 import jax.numpy as jnp
 from flax import nnx

@@ -106,22 +106,27 @@ class Router(nnx.Module):
             chance = ctx.uniform(SITE_CHANCE) if self.moe.tosses else None
             expert_bSk = rule.choose(scores_bSE, Seen(valid_bS, tokens_bS, chance, bias, ctx.training, capacity))
             return expert_bSk, ctx.whole_rows(expert_bSk)
-        scores_gTE, valid_gT, tokens_gT = (self._groups(a) for a in (ctx.whole_rows(scores_bSE), valid_BS, ctx.whole_rows(tokens_bS)))
+        rows = self.moe.routing_group_sequences
+        whole = (ctx.whole_rows(scores_bSE), valid_BS, ctx.whole_rows(tokens_bS))
+        scores_gTE, valid_gT, tokens_gT = (in_groups(a, rows) for a in whole)
         expert_gTk = rule.choose(scores_gTE, Seen(valid_gT, tokens_gT, None, bias, ctx.training, capacity))
         expert_BSk = expert_gTk.reshape(*valid_BS.shape, -1)
         return ctx.my_tokens(expert_BSk), expert_BSk
 
     def _places(self, expert_BSk: Array, gate_bSk: Array, capacity: int, ctx: Context) -> Array:
+        if not self.moe.needs_places:
+            return jnp.where(expert_BSk >= 0, jnp.zeros_like(expert_BSk), jnp.full_like(expert_BSk, -1))
         policy = "position" if self.moe.capacity_factor is None else self.moe.drop_policy  # where none is dropped, any order will do
-        gate_gTk = self._groups(ctx.whole_rows(lax.stop_gradient(gate_bSk))) if policy == "probability" else None
-        return places(self._groups(expert_BSk), gate_gTk, self.moe.num_experts, capacity, policy).reshape(expert_BSk.shape)
-
-    def _groups(self, a_BS: Array) -> Array:
-        """[rows, S, ...] -> [groups, tokens of a group, ...]."""
         rows = self.moe.routing_group_sequences
-        if a_BS.shape[0] % rows:
-            raise ValueError(f"model.moe.routing_group_sequences: {rows} does not divide the {a_BS.shape[0]} rows of a device's microbatch")
-        return a_BS.reshape(-1, rows * a_BS.shape[1], *a_BS.shape[2:])
+        gate_gTk = in_groups(ctx.whole_rows(lax.stop_gradient(gate_bSk)), rows) if policy == "probability" else None
+        return places(in_groups(expert_BSk, rows), gate_gTk, self.moe.num_experts, capacity, policy).reshape(expert_BSk.shape)
+
+
+def in_groups(a_BS: Array, rows: int) -> Array:
+    """[rows of tokens, ...] -> [groups of so many rows, tokens, ...]."""
+    if a_BS.shape[0] % rows:
+        raise ValueError(f"model.moe.routing_group_sequences: {rows} does not divide the {a_BS.shape[0]} rows of a device's microbatch")
+    return a_BS.reshape(-1, rows * a_BS.shape[1], *a_BS.shape[2:])
 
 
 def _even(_key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

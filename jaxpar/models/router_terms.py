@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.protocols import Context
 from jaxpar.core.typing import Terms
-from jaxpar.models.router import Decision
+from jaxpar.models.router import Decision, in_groups
 from jaxpar.ops.routing import losses
 from jaxpar.ops.routing.library import make_rule
 
@@ -58,8 +58,8 @@ def _group_terms(moe: MoeConfig, d: Decision, ctx: Context, probability_bSE: Arr
     are known only after its last microbatch."""
     exact = ctx.wide_dtype
     rows = 1 if moe.balance_scope == "sequence" else moe.routing_group_sequences
-    valid_gT, expert_gTk = (_in_groups(a, rows) for a in (d.valid_BS, d.expert_BSk))
-    probability_gtE, valid_gt = _in_groups(probability_bSE, rows), _in_groups(d.valid_bS, rows)
+    valid_gT, expert_gTk = (in_groups(a, rows) for a in (d.valid_BS, d.expert_BSk))
+    probability_gtE, valid_gt = in_groups(probability_bSE, rows), in_groups(d.valid_bS, rows)
     num_valid_g = jnp.sum(valid_gT.astype(exact), axis=-1)
     some_g1 = jnp.maximum(num_valid_g, jnp.ones_like(num_valid_g))[:, None]
     local_sum_gE = jnp.sum(jnp.where(valid_gt[..., None], lax.stop_gradient(probability_gtE), jnp.zeros((), exact)), axis=1)
@@ -78,10 +78,6 @@ def _group_terms(moe: MoeConfig, d: Decision, ctx: Context, probability_bSE: Arr
         per_token_bS = moe.num_experts * jnp.einsum("bse,e->bs", probability_bSE, d.last_load_E.astype(exact))
         terms[GLOBAL_BALANCE] = (_masked(per_token_bS, valid_bS), jnp.sum(valid_bS))
     return terms | ({ENTROPY_BALANCE: term(losses.entropy_balance)} if moe.entropy_coefficient else {})
-
-
-def _in_groups(a_bS: Array, rows: int) -> Array:
-    return a_bS.reshape(-1, rows * a_bS.shape[1], *a_bS.shape[2:])
 
 
 def _masked(values_bS: Array, valid_bS: Array) -> Array:

@@ -92,8 +92,9 @@ def _furthest(relative: np.ndarray) -> str:
     if np.isnan(relative).all():
         return "no token was routed"
     largest, least = (np.unravel_index(pick(relative), relative.shape) for pick in (np.nanargmax, np.nanargmin))
-    for block, expert in [largest] * bool(relative[largest] >= BUSY) + [least] * bool(relative[least] <= IDLE):
-        return f"block {block}: expert {expert} gets {times(relative[block, expert])} x the mean"
+    for far, (block, expert) in ((relative[largest] >= BUSY, largest), (relative[least] <= IDLE, least)):
+        if far:
+            return f"block {block}: expert {expert} gets {times(relative[block, expert])} x the mean"
     return f"balanced: every expert gets {times(relative[least])} to {times(relative[largest])} x the mean of its block"
 
 

@@ -6,9 +6,9 @@ import jax
 
 from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
-from jaxpar.config.check_moe import moe_notes
 from jaxpar.config.depth import schedule_of
 from jaxpar.config.exchange import exchange_bytes
+from jaxpar.config.notes_moe import moe_notes
 from jaxpar.core.tree import named_leaves
 from jaxpar.core.typing import PyTree
 from jaxpar.core.words import size

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.config.check_moe import moe_notes
 from jaxpar.config.checks import check, layout_of
 from jaxpar.config.depth import layers_per_stage, leading_cost_in_layers, schedule_of
 from jaxpar.config.errors import ALIASES, ConfigError, all_fields
 from jaxpar.config.flops import forward_flops_per_token
 from jaxpar.config.layout import plan_leaf
 from jaxpar.config.load import validate
+from jaxpar.config.notes_moe import moe_notes
 from jaxpar.config.parameters import parameter_table
 from jaxpar.config.run import RunConfig
 from jaxpar.config.stages import balanced_layers
