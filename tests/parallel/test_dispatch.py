@@ -281,8 +281,27 @@ def test_tiles_multiply_as_a_loop_over_experts_does(sizes: list[int]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("sizes", [[16, 0, 33, 9], [0, 0, 0, 3], [0, 0, 0, 0], [32, 16, 16, 0]])
+def test_kernels_give_what_the_loop_does(sizes: list[int]) -> None:
+    """Values and both gradients; the kernels are interpreted."""
+    rng, sizes_E = np.random.default_rng(0), jnp.asarray(sizes, jnp.int32)
+    room = Tiles(16).room(64, 4)
+    there = np.zeros((room, 1), np.float32)
+    for begin, size in zip(Tiles(16).begin(sizes_E), sizes, strict=True):
+        there[int(begin) : int(begin) + size] = 1
+    rows, dy = (jnp.asarray(there * rng.standard_normal((room, n)), jnp.float32) for n in (64, 48))
+    weights = jnp.asarray(rng.standard_normal((4, 64, 48)), jnp.float32)
+
+    def passes(tiles: Tiles) -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(tiles.product(sizes_E), rows, weights)
+        return y, *back(dy)
+
+    for got, want in zip(passes(Tiles(16, kernel=True, interpret=True)), passes(Tiles(16)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    assert tiles_for(4096, 8, native=True).rows == 1
+    assert [tiles_for(n, 8, native=True) for n in (8, 4096)] == [Tiles(16, kernel=True), Tiles(128, kernel=True)]
     assert [tiles_for(n, 8, native=False).rows for n in (8, 512, 1024, 100_000)] == [8, 32, 64, 128]
     for num_rows in (1, 63, 64, 65):
         worst = max(sum(-(-size // 8) * 8 for size in split) for split in ([num_rows, 0, 0], [1, 1, max(num_rows - 2, 0)]))

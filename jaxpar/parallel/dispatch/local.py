@@ -13,7 +13,7 @@ from jaxpar.parallel.dispatch.sorted import through_experts
 
 @dataclass(frozen=True)
 class Local:
-    """A dispatcher. native: the platform has a grouped product (`parallel.dispatch.grouped`)."""
+    """A dispatcher. native: by the kernels of `grouped_gpu`."""
 
     native: bool
 

@@ -88,7 +88,8 @@ def _summed_fwd(y_RD: Array, gate_nk: Array, rows: Rows) -> tuple[Array, tuple[A
 
 def _summed_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array, Array, None]:
     like, gate_nk, rows = saved
-    dy_RD = _of_tokens(dy_nD, rows) * taken(gate_nk.reshape(-1, 1), rows.choice_R).astype(wide(like.dtype))
+    exact = wide(like.dtype)
+    dy_RD = _of_tokens(dy_nD, rows).astype(exact) * taken(gate_nk.reshape(-1, 1), rows.choice_R).astype(exact)
     return vary(dy_RD.astype(like.dtype), tuple(varying(like))), jnp.zeros_like(gate_nk), None
 
 

@@ -23,7 +23,7 @@ from jaxpar.parallel.dispatch.weigh import by_outputs, run
 
 @dataclass(frozen=True)
 class Ragged:
-    """A dispatcher. native: by `lax.ragged_all_to_all` and `lax.ragged_dot`, which XLA:CPU lacks or multiplies with every expert."""
+    """A dispatcher. native: by `lax.ragged_all_to_all` and the kernels of `grouped_gpu`, which CPUs lack."""
 
     buffer_factor: float | None
     native: bool

@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from jaxpar.core.typing import Array
 from jaxpar.parallel.pipeline.program import AXIS, Type, evaluate, read, run_equations, varying_of
 
-LINEAR_MAPS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+LINEAR_MAPS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call")
 
 
 @dataclass(frozen=True)
