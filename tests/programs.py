@@ -17,6 +17,7 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": "ragged_all_to_all",
 }
 
 
@@ -40,7 +41,10 @@ class Collective(NamedTuple):
 
 
 def collectives(program: Any) -> tuple[Counter[Collective], Counter[Collective]]:
-    """(arrays moved, bytes moved) by kind and axes; bytes are those of the larger side, per device and step."""
+    """(arrays moved, bytes moved) by kind and axes; bytes are those of the larger side, per device and step.
+
+    Of a ragged exchange these are the whole buffers, of which as much moves as its runs hold.
+    """
     arrays: Counter[Collective] = Counter()
     moved: Counter[Collective] = Counter()
     for eqn, times in equations(program):
@@ -49,7 +53,8 @@ def collectives(program: Any) -> tuple[Counter[Collective], Counter[Collective]]
             continue
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         key = Collective(kind, axes if isinstance(axes, tuple) else (axes,))
-        for before, after in zip(eqn.invars, eqn.outvars, strict=True):
+        rows_first = kind == "ragged_all_to_all"  # then the buffer to fill, and the runs' bounds
+        for before, after in zip(eqn.invars, eqn.outvars, strict=not rows_first):
             arrays[key] += times
             moved[key] += times * max(nbytes(before.aval), nbytes(after.aval))
     return arrays, moved

@@ -1,5 +1,6 @@
 """Collectives, bytes, buffers and FLOPs of the train step with experts: those of the formulae, and nothing else is there."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from jaxpar.build import Parts
 from jaxpar.config.exchange import exchange_bytes
+from jaxpar.parallel.dispatch.ragged import Ragged
 from tests.compiled.test_collectives import trace
 from tests.equivalence.harness import FLOAT32, config, parts_of
 from tests.programs import Collective, collectives, dot_flops, equations, nbytes
@@ -42,6 +44,29 @@ def test_two_all_to_alls_forward_and_two_backward_in_every_layer(mesh: dict[str,
     assert moved[exchanged] == LAYERS * microbatches * EXPERTS * (4 * places + gate_rows) * EMBED * WIDTH
     # What leaves the device: all but its own share.
     assert exchange_bytes(p.config, p.layout) == moved[exchanged] * (mesh["expert"] - 1) // mesh["expert"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "mesh", [{"expert": 4}, {"expert": 2, "data": 2}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 2}], ids=lambda m: "-".join(m)
+)
+def test_two_ragged_exchanges_forward_and_two_backward_in_every_layer(mesh: dict[str, int], microbatches: int) -> None:
+    """The program for GPUs, traced: no padded all-to-all, and beside tokens only counts of choices are gathered over `expert`."""
+    moe = {"dispatch": "ragged", "capacity_factor": None, "ragged_buffer_factor": 1.5}
+    p = parts({"mesh": mesh, "num_microbatches": microbatches, "context": {"method": "ring"}, "model": {"moe": moe}})
+    p = dataclasses.replace(p, forward=dataclasses.replace(p.forward, dispatch=Ragged(1.5, native=True)))
+    arrays, moved = counted(p)
+    exchanged = Collective("ragged_all_to_all", ("expert",))
+    assert {key for key in arrays if "all_to_all" in key.kind} == {exchanged}
+    assert arrays[exchanged] == 4 * LAYERS * microbatches
+    ways = mesh["expert"]
+    choices = 2 * ROWS * SEQ // (microbatches * ways * mesh.get("data", 1) * mesh.get("context", 1))
+    assert moved[exchanged] == 4 * LAYERS * microbatches * choices * 3 // 2 * EMBED * WIDTH
+    # Runs that are balanced hold what the buffers do without the factor, and a share of them stays.
+    assert exchange_bytes(p.config, p.layout) * ways * 3 // 2 == moved[exchanged] * (ways - 1)
+    gathered = [eqn for eqn, _ in equations(trace(p).jaxpr.jaxpr) if eqn.primitive.name.startswith("all_gather")]
+    over_expert = [eqn.outvars[0].aval for eqn in gathered if "expert" in eqn.params["axis_name"]]
+    assert {(a.dtype.kind, a.shape) for a in over_expert} == {("i", (ways, EXPERTS))}
 
 
 def test_nothing_is_gathered_over_expert_and_its_experts_gradients_stay() -> None:
@@ -88,6 +113,21 @@ def test_capacity_buffers_are_the_largest_arrays() -> None:
         == EXPERTS * places * HIDDEN
         < min(tokens * EXPERTS * EMBED, tokens * EXPERTS * places)
     )
+
+
+@pytest.mark.parametrize(("dispatch", "mesh"), [("local", {}), ("ragged", {}), ("ragged", {"expert": 2})])
+def test_rows_of_expert_choice_are_those_that_have_places(dispatch: str, mesh: dict[str, int]) -> None:
+    """Every token may go to every expert, but capacity bounds how many do: no array has a row for each token and expert."""
+    moe = {"router": "expert_choice", "dispatch": dispatch, "capacity_factor": 1.0, "ragged_buffer_factor": 2.0}
+    p = parts({"mesh": mesh, "remat": {"policy": "full"}, "model": {"moe": moe, "num_heads": 2}})
+    ways = mesh.get("expert", 1)
+    tokens, places = ROWS * SEQ // ways, EXPERTS * ROWS // ways * 8
+    shapes = {v.aval.shape for eqn, _ in equations(trace(p).jaxpr.jaxpr) for v in eqn.outvars if hasattr(v.aval, "shape")}
+    parameters = {shape for shape in shapes if shape[:1] == (LAYERS,) and len(shape) == 4}
+    rows = {math.prod(shape[:-1]) for shape in shapes - parameters if shape[-1:] in ((EMBED,), (HIDDEN,))}
+    buffer = places if ways == 1 else 2 * places  # that of `ragged` has twice the room
+    tiles = 128 * EXPERTS // ways  # at most, one that is not full for each expert
+    assert buffer <= max(rows) <= buffer + tiles < tokens * EXPERTS
 
 
 @pytest.mark.parametrize(
