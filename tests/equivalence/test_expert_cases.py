@@ -108,3 +108,57 @@ def test_a_token_changes_its_own_row_from_its_place_on(dispatch: str) -> None:
         touched[3, 20:] = 1
         assert loss(rows, untouched) == pytest.approx(loss(other, untouched), rel=1e-14)
         assert abs(loss(rows, touched) - loss(other, touched)) > 1e-6
+
+
+def as_one_expert(blocks: dict[str, Any], router: dict[str, Any]) -> dict[str, Any]:
+    """Weights of dense blocks as those of blocks with one expert, which every token goes to with a gate of 1."""
+    experts = {name: {"kernel": leaf["kernel"][:, None]} for name, leaf in blocks["mlp"].items()}
+    return {name: part for name, part in blocks.items() if name != "mlp"} | {"moe": {"experts": experts, "router": router}}
+
+
+ONE_EXPERT: dict[str, Any] = {"model": {"moe": {"num_experts": 1, "top_k": 1, "capacity_factor": None}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"mesh": {"data": 2, "tensor": 2}, "zero_stage": 3}], ids=["one", "data2-tensor2"])
+def test_one_expert_is_the_dense_model(layout: dict[str, Any]) -> None:
+    """Loss and gradients; a router of one column has nothing to learn."""
+    dense, run = config(), config(ONE_EXPERT, layout)
+    params, rows = initial(dense), rows_of(dense, 0)
+    router = initial(run)["blocks"]["moe"]["router"]
+    want_means, want = gradients(dense, rows, values=params)
+    means, got = gradients(run, rows, values=params | {"blocks": as_one_expert(params["blocks"], router)})
+    assert means["loss"] == pytest.approx(want_means["loss"], rel=1e-12)
+    np.testing.assert_array_equal(means["moe_load"], np.ones((4, 1)))
+    assert not got.pop("blocks.moe.router.kernel").any()
+    for name, leaf in got.items():
+        expert = name.startswith("blocks.moe.experts.")
+        same = want[name.replace("moe.experts", "mlp")]
+        assert relative_l2(leaf, same[:, None] if expert else same) < FLOAT64_GATE, name
+
+
+@pytest.mark.slow
+def test_leading_dense_layers_run_in_the_order_of_their_numbers() -> None:
+    """Eleven of them and a block of one expert are a dense model of twelve: layer 10 comes after 9, not after 1."""
+    dense = config({"model": {"num_layers": 12}})
+    run = config(ONE_EXPERT, {"model": {"num_layers": 12, "moe": {"leading_dense": 11}}})
+    params, rows = initial(dense), rows_of(dense, 0)
+    # Far from the initial values, so that a layer in another place gives another loss.
+    rng = np.random.default_rng(0)
+    blocks = jax.tree.map(lambda leaf: leaf + 0.2 * rng.standard_normal(leaf.shape), params["blocks"])
+    leading = {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(11)}
+    last = as_one_expert(jax.tree.map(lambda leaf: leaf[11:], blocks), initial(run)["blocks"]["moe"]["router"])
+
+    def loss(run: RunConfig, values: Any) -> float:
+        with jax.enable_x64(True):
+            parts = parts_of(run)
+            sums, weights = parts.eval_step(values, parts.feed.place(rows, 1))
+            return float(sums["loss"] / weights["loss"])
+
+    def loss_in_order(order: list[int]) -> float:
+        return loss(dense, params | {"blocks": jax.tree.map(lambda leaf: leaf[order], blocks)})
+
+    got = loss(run, params | {"embed": params["embed"] | {"layers": leading}, "blocks": last})
+    assert got == pytest.approx(loss_in_order(list(range(12))), rel=1e-12)
+    as_text = [*sorted(range(11), key=str), 11]
+    assert abs(got - loss_in_order(as_text)) > 1e-3
