@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,16 @@ class Fragile(Transformer):
         return terms | {"loss": (total * jnp.where(bad, jnp.nan, jnp.ones_like(total)), weight)}
 
 
+class FragileRouter(Transformer):
+    """The weights of its routers are not numbers on devices whose rows hold the byte "X"."""
+
+    def block(self, params_block: Params, x_bSD: Array, ctx: Context) -> tuple[Array, Terms]:
+        moe = params_block["moe"]
+        kernel = moe["router"]["kernel"]
+        kernel = jnp.where(jnp.any(ctx.tokens_bS == ord("X")), jnp.asarray(jnp.nan, kernel.dtype), kernel)
+        return super().block(params_block | {"moe": moe | {"router": moe["router"] | {"kernel": kernel}}}, x_bSD, ctx)
+
+
 @pytest.fixture
 def poisoned(make: Make, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Parts]:
     """Parts of a run in whose texts few batches hold an X."""
@@ -40,12 +51,15 @@ def poisoned(make: Make, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -
     file = texts / "36.txt"  # its X comes in the sixth batch
     file.write_text("X" + file.read_text()[1:])
     common = ("train.steps=12", "data.eval_fraction=0", f"data.path={texts}", "checkpoint.save_every=1", "checkpoint.keep_last=100")
-    model = Fragile(load_config(tiny).model)
-    return lambda *overrides, **options: make(*common, *overrides, model=model, **options)
+
+    def parts(*overrides: str, kind: type[Transformer] = Fragile, **options: Any) -> Parts:
+        return make(*common, *overrides, model=kind(load_config(tiny, list(overrides)).model), **options)
+
+    return parts
 
 
-def bad_steps(parts: Parts) -> list[int]:
-    return [step + 1 for step in range(12) if (parts.train_data.batch(step)["targets"] == ord("X")).any()]
+def bad_steps(parts: Parts, where: str = "targets") -> list[int]:
+    return [step + 1 for step in range(12) if (parts.train_data.batch(step)[where] == ord("X")).any()]
 
 
 def test_skip_leaves_the_step_out_and_goes_on(poisoned: Callable[..., Parts]) -> None:
@@ -79,6 +93,24 @@ def test_stop_names_step_and_tensor_and_keeps_the_last_good_state(poisoned: Call
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6)
     with pytest.raises(NonFiniteError, match=f"step {first}:"):  # the same command stops at the same step
         fit(poisoned("checkpoint.save_every=0", folder="run"), display=Quiet())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
+def test_a_router_that_is_not_a_number_stops_the_run_with_the_last_good_state(poisoned: Callable[..., Parts], dispatch: str) -> None:
+    """On one of the devices that exchange tokens, whose choices then mean nothing: the others do not wait for it."""
+    moe = ("model.moe.num_experts=4", "model.moe.expert_dim=32", f"model.moe.dispatch={dispatch}", "checkpoint.save_every=0")
+    moe = (*moe, "optimizer.schedule=constant", "mesh.expert=2")
+    parts = poisoned(*moe, kind=FragileRouter, devices=2)
+    first = bad_steps(parts, "tokens")[0]
+    assert first > 1
+    with pytest.raises(NonFiniteError, match=rf"step {first}: loss nan, gradient norm nan; first bad gradient .*blocks\..*\.kernel"):
+        fit(parts, display=Quiet())
+    assert parts.checkpoints.steps() == [first - 1]
+    saved, _ = parts.checkpoints.restore(None, parts.placement.state)
+    good = fit(poisoned(*moe, f"train.steps={first - 1}", devices=2, folder="good"), display=Quiet())
+    for a, b in zip(jax.tree.leaves(saved.params), jax.tree.leaves(good.state.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_overflow_ends_the_run_after_max_skipped(run: Run) -> None:
