@@ -1,5 +1,7 @@
 """What the user can mend: the message, exit status 2, no traceback, nothing computed."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,18 @@ def test_doctor(command: Command, tmp_path: Path) -> None:
     code, out, _ = command("doctor", "--schema")
     assert code == 0
     assert '"$schema"' in out
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_loses_rows_fails_after_its_numbers(command: Command) -> None:
+    """Trained where all experts are, evaluated where a device has room for what it gets if all are balanced."""
+    moe = ("model.moe.num_experts=4", "model.moe.expert_dim=32", "model.moe.capacity_factor=null", "run.dir=lossy")
+    code, _, err = command.train(*STEPS, *moe)
+    assert code == 0, err
+    tight = ("mesh.expert=4", "mesh.fake_devices=4", "model.moe.dispatch=ragged", "model.moe.ragged_buffer_factor=1")
+    code, out, err = command("eval", str(command.config), *STEPS, *moe, *tight, "--json", "lossy.json")
+    assert code == 3, err
+    assert "Traceback" not in err
+    assert re.search(r"evaluation of step 2: block \d lost 0\.\d+ of its choices.*model\.moe\.ragged_buffer_factor=1", err)
+    assert "step 2: loss" in out
+    assert json.loads((command.folder / "lossy.json").read_text())["eval_moe_overflow_worst"] > 0

@@ -63,14 +63,47 @@ def test_too_many_dropped_tokens_stop_a_run_and_leave_a_checkpoint(run: Run, mak
     assert "moe_load" in read_records(parts.run_dir / "metrics.jsonl")[-1]
 
 
+TIGHT = (*MOE, "model.moe.dispatch=ragged", "model.moe.capacity_factor=null", "mesh.expert=4")
+
+
 @pytest.mark.slow
-def test_an_overflow_stops_a_run_unless_it_is_allowed(run: Run) -> None:
-    tight = (*MOE, "train.steps=2", "model.moe.dispatch=ragged", "model.moe.capacity_factor=null", "mesh.expert=4")
-    tight = (*tight, "model.moe.ragged_buffer_factor=1.0")
-    with pytest.raises(ExpertsError, match=r"block \d lost 0\.\d+ of its choices.*ragged_buffer_factor=1\.0"):
-        run(*tight, devices=4)
+def test_an_overflow_stops_a_run_unless_it_is_allowed(run: Run, make: Make) -> None:
+    """And no checkpoint holds what a step made without some of its rows."""
+    tight = (*TIGHT, "train.steps=2", "model.moe.ragged_buffer_factor=1.0")
+    for save_every in (0, 1):
+        name = f"save_every_{save_every}"
+        stopped = (*tight, f"checkpoint.save_every={save_every}")
+        text = r"step 1: block \d lost 0\.\d+ of its choices.*ragged_buffer_factor=1\.0.*there is no checkpoint yet"
+        with pytest.raises(ExpertsError, match=text):
+            run(*stopped, devices=4, folder=name)
+        assert make(*stopped, devices=4, folder=name).checkpoints.latest() is None
     result = run(*tight, "model.moe.allow_overflow=true", devices=4, folder="allowed")
     assert read_records(result.run_dir / "metrics.jsonl")[-1]["moe_overflow_worst"] > 0
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_loses_rows_stops_a_run(run: Run, make: Make) -> None:
+    """One step with a huge rate sends all tokens to few experts: the step itself lost none, so its state is saved."""
+    moe = (*TIGHT, "model.moe.router=switch", "model.moe.top_k=1", "model.moe.ragged_buffer_factor=3.0")
+    moe = (*moe, "train.steps=1", "optimizer.lr=1000", "optimizer.warmup_steps=0")
+    with pytest.raises(
+        ExpertsError, match=r"evaluation after step 1: block \d lost 0\.\d+ of its choices.*the last checkpoint is of step 1"
+    ):
+        run(*moe, devices=4)
+    parts = make(*moe, devices=4)
+    row = read_records(parts.run_dir / "metrics.jsonl")[-1]
+    assert (row["moe_overflow_worst"], parts.checkpoints.latest()) == (0, 1)
+    assert row["eval_moe_overflow_worst"] > 0
+
+
+@pytest.mark.slow
+def test_one_expert_trains_and_takes_every_token(run: Run) -> None:
+    result = run("model.moe.num_experts=1", "model.moe.top_k=1", "train.steps=2", "data.eval_fraction=0")
+    rows = read_records(result.run_dir / "metrics.jsonl")
+    assert [row["moe_load"] for row in rows] == [[[1.0]] * 2] * 2
+    assert [row["moe_dropped_worst"] for row in rows] == [0, 0]
+    assert np.isfinite(result.losses).all()
+    assert result.losses[1] != result.losses[0]
 
 
 @pytest.mark.slow
@@ -106,6 +139,17 @@ def test_the_same_text_is_written_wherever_experts_are(run: Run, make: Make) -> 
     state = parts.natural.to_run(parts.checkpoints.restore(8, parts.natural.state)[0])
     assert sample(parts, state.params, "the mesh", 12) == one
     assert len(one) >= 16
+
+
+@pytest.mark.slow
+def test_sampling_loses_no_token_of_a_tight_buffer(run: Run, make: Make) -> None:
+    """Rows of one prompt go to the same experts: in the buffer of training most would find no room."""
+    moe = (*MOE, "train.steps=8", "model.moe.capacity_factor=null")
+    trained = run(*moe)
+    one = sample(make(*moe), trained.state.params, "the mesh", 16)
+    parts = make(*moe, "mesh.expert=4", "model.moe.dispatch=ragged", "model.moe.ragged_buffer_factor=1", devices=4)
+    state = parts.natural.to_run(parts.checkpoints.restore(8, parts.natural.state)[0])
+    assert sample(parts, state.params, "the mesh", 16) == one
 
 
 def test_numbers_of_a_row() -> None:
