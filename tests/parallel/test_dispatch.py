@@ -125,14 +125,18 @@ HIDDEN = 10
 
 
 def with_gradients(dispatch: Any, given: dict[str, np.ndarray], expert: np.ndarray, ways: int, context: int) -> dict[str, np.ndarray]:
-    """Outputs, and gradients of tokens, gates and both maps of experts with a kink between, where no expert's room is limited."""
+    """Outputs, and gradients of tokens, gates and both maps of experts that are no linear function, where no expert's room is limited."""
     spread_over, tokens = layout(expert=ways, context=context), len(expert) // ways
     place = jax.vmap(lambda e: places(e[None], None, EXPERTS, tokens, "position")[0])(expert.reshape(ways, -1, K)).reshape(-1, K)
 
     def spmd(given: dict[str, jax.Array], expert_nk: jax.Array, place_nk: jax.Array) -> dict[str, jax.Array]:
         def routed(x_nD: jax.Array, gate_nk: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array) -> jax.Array:
             choices = Routed(expert_nk, gate_nk, place_nk, jnp.zeros(x_nD.shape[0], jnp.int32), 1, tokens, EXPERTS)
-            return dispatch(spread_over, x_nD, choices, lambda rows, product: product(jnp.tanh(product(rows, up_EDF)), down_EFD))[0]
+
+            def experts(rows: jax.Array, product: Any, weigh: Any) -> jax.Array:
+                return product(weigh(jnp.tanh(product(rows, up_EDF))), down_EFD)
+
+            return dispatch(spread_over, x_nD, choices, experts)[0]
 
         y, back = jax.vjp(routed, *(given[name] for name in ("x", "gate", "up", "down")))
         return dict(zip(("y", "x", "gate", "up", "down"), (y, *back(given["dy"])), strict=True))
