@@ -5,7 +5,6 @@ Orbax copies the arrays and writes them behind the run's back into `tmp.<step>`;
 """
 
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,6 +80,8 @@ class CheckpointStore:
                 target.mkdir()
             self._save_arrays(target / STATE_FOLDER, arrays)
         except (OSError, ValueError, RuntimeError) as error:
+            if jax.process_index() == 0:
+                folders.remove_failed(target)
             raise self._failure(step, error) from error
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -208,7 +209,7 @@ class CheckpointStore:
             _wait_for(final)
             return
         with ExitStack() as on_failure:
-            on_failure.callback(shutil.rmtree, target, ignore_errors=True)
+            on_failure.callback(folders.remove_failed, target)
             self._checkpointer().wait_until_finished()
             (target / META_FILE).write_text(json.dumps(meta, indent=1))
             manifest = Manifest(step, arrays, scan_files(target, sync=True))

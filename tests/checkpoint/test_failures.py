@@ -1,6 +1,9 @@
 """Killed, out of space, not writable: the earlier checkpoint survives, the failure has a name, and later saves work."""
 
+import contextlib
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.checkpoint import CheckpointError, CheckpointStore
-from jaxpar.checkpoint.folder import check_space
+from jaxpar.checkpoint.folder import check_space, remove_failed
 from jaxpar.config.train import CheckpointConfig
 from tests.checkpoint.helpers import ZERO3, fill, mesh_of, meta, run_script, same_bits, state_like
 
@@ -79,6 +82,25 @@ while time.monotonic() < deadline:
     store = store_at(tmp_path)
     assert same_bits(store.restore(None, like)[0], fill(like, 5))
     store.close()
+
+
+def test_what_late_writers_make_after_a_failure_is_removed_too(tmp_path: Path) -> None:
+    """Orbax raises the first failure while other writers of the same save are still at work."""
+    failed = tmp_path / "tmp.10"
+
+    def write() -> None:
+        for number in range(20):
+            folder = failed / "state" / str(number)
+            with contextlib.suppress(FileNotFoundError):  # removed between the two lines
+                folder.mkdir(parents=True)
+                (folder / "array").write_bytes(b"x")
+            time.sleep(0.02)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    remove_failed(failed)
+    writer.join()
+    assert not failed.exists()
 
 
 def save_ten(store: CheckpointStore) -> None:
