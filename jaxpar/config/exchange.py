@@ -6,6 +6,7 @@ from jaxpar.config.layout import Layout
 from jaxpar.config.memory import DTYPE_BYTES
 from jaxpar.config.run import RunConfig
 
+NUMBER_COLUMNS = 8  # beside a row of `ragged` for the gradient of its gate: as many as keep rows of 2 bytes an element aligned to 16
 PASSES = 4  # there and back, forwards and backwards; what remat does again is not counted
 
 
@@ -32,7 +33,7 @@ def exchange_bytes(config: RunConfig, layout: Layout) -> int:
     """Bytes a device sends to the other holders of experts in a step; 0 where each holds all of them.
 
     all_to_all: experts x places x embed_dim, of which 1 / expert stays, four times a block and microbatch, and once, behind the gradients
-    of the rows, a number for each place: the gradient of its gate. ragged: of the rows that there are, if all were balanced.
+    of the rows, a number for each place: the gradient of its gate. ragged: the same of the rows that there are, if all were balanced.
     """
     moe, experts = config.model.moe, layout.ways("experts")
     if moe is None or experts == 1:
@@ -40,11 +41,11 @@ def exchange_bytes(config: RunConfig, layout: Layout) -> int:
     width, itemsize = config.model.embed_dim, DTYPE_BYTES[config.compute_dtype]
     if moe.dispatch == "all_to_all":
         places = places_per_expert(config, layout) // layout.ways("seq")
-        rows = moe.num_experts * (PASSES * places + rows_of_numbers(places, width, itemsize))
+        numbers = moe.num_experts * (PASSES * places + rows_of_numbers(places, width, itemsize)) * width
     else:
         tokens = (
             config.data.global_batch_size * config.data.seq_len // (config.num_microbatches * layout.ways("batch") * layout.ways("seq"))
         )
-        rows = PASSES * round(tokens * moe.mean_choices)
+        numbers = round(tokens * moe.mean_choices) * (PASSES * width + NUMBER_COLUMNS)
     blocks = config.model.num_blocks / layout.sizes["pipe"]
-    return round(blocks * config.num_microbatches * rows * width * itemsize * (experts - 1) / experts)
+    return round(blocks * config.num_microbatches * numbers * itemsize * (experts - 1) / experts)

@@ -140,7 +140,7 @@ class Context(Protocol):
         """Tokens (after `enter`) through the experts that they are given, wherever those are, weighted by their gates and summed.
 
         A partial sum where the experts' hidden dim is split: `leave` follows. Also how many rows of this device found no room on their
-        way; None where that cannot be.
+        way; None where that cannot be. A gate that is exactly 0 gets no gradient.
         """
         ...
 

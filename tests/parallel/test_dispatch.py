@@ -16,14 +16,14 @@ from jaxpar.config.axes import AXES
 from jaxpar.config.exchange import rows_of_numbers
 from jaxpar.config.layout import Layout, LayoutError
 from jaxpar.ops.routing.capacity import places
-from jaxpar.parallel.dispatch.all_to_all import all_to_all, in_rows, out_of_rows
+from jaxpar.parallel.dispatch.all_to_all import all_to_all
 from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
 from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
 from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
 from jaxpar.parallel.dispatch.routed import Routed
-from jaxpar.parallel.dispatch.weigh import unit_gates
+from jaxpar.parallel.dispatch.weigh import in_rows, out_of_rows, unit_gates, weighed_by
 
 EXPERTS, TOKENS, WIDTH, K = 8, 24, 6, 2
 
@@ -291,7 +291,8 @@ def test_gradients_of_spread_and_collect_are_those_of_plain_indexing(k: int) -> 
 
     def ours(x: jax.Array, gate: jax.Array) -> jax.Array:
         where = rows_of(jnp.asarray(row), rows)
-        return jnp.sum(jnp.sin(collect(spread(x, where) * scale, gate, where)))
+        weigh = weighed_by(unit_gates(gate, where))
+        return jnp.sum(jnp.sin(collect(weigh(spread(x, where) * scale), gate, where)))
 
     def plain(x: jax.Array, gate: jax.Array) -> jax.Array:
         kept = jnp.asarray(row >= 0)[..., None]

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxpar.config.exchange import filled_places, rows_of_numbers
+from jaxpar.config.exchange import filled_places
 from jaxpar.config.layout import Layout
 from jaxpar.core.protocols import Experts
 from jaxpar.core.vma import vary, vary_alike, varying
 from jaxpar.parallel.dispatch import weigh
-from jaxpar.parallel.dispatch.permute import rows_of, spread, summed
+from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.routed import Routed
 
 
@@ -35,7 +35,7 @@ def all_to_all(layout: Layout, x_nD: Float[Array, "n D"], routed: Routed, expert
     unit_EC = weigh.unit_gates(routed.gate_nk, rows).reshape(routed.num_experts, places)
     buffer_ECD, unit_EC = cast(tuple[Array, Array], _there(way, *vary_alike(buffer_ECD, unit_EC)))  # custom_vjp hides the type
     out_ECD = way.back(weigh.run(experts, buffer_ECD, _batched, weigh.weighed_by(unit_EC)))
-    return summed(out_ECD.reshape(-1, out_ECD.shape[-1]), routed.gate_nk, rows), None
+    return collect(out_ECD.reshape(-1, out_ECD.shape[-1]), routed.gate_nk, rows), None
 
 
 @dataclass(frozen=True)
@@ -80,32 +80,15 @@ def _there_bwd(way: Way, like: tuple[Array, Array], d: tuple[Array, Array]) -> t
         experts, _, width = d_ECD.shape
         d_epCD, d_epC = (a.reshape(experts, way.ways, -1, *a.shape[2:]) for a in (d_ECD, d_EC))
         places = d_epCD.shape[2]
-        both = jnp.concatenate([d_epCD, in_rows(d_epC, width, d_ECD.dtype)], axis=2)
+        both = jnp.concatenate([d_epCD, weigh.in_rows(d_epC, width, d_ECD.dtype)], axis=2)
         got = way.back(both.reshape(experts, -1, width))
         got = got.reshape(got.shape[0], way.shards, -1, width)
         d_ECD = got[:, :, :places].reshape(got.shape[0], -1, width)
-        d_EC = out_of_rows(got[:, :, places:], places, d_EC.dtype).reshape(got.shape[0], -1)
+        d_EC = weigh.out_of_rows(got[:, :, places:], places, d_EC.dtype).reshape(got.shape[0], -1)
     return vary(d_ECD, tuple(varying(like[0]))), vary(d_EC, tuple(varying(like[1])))
 
 
 _there.defvjp(_there_fwd, _there_bwd)
-
-
-def in_rows(numbers: Float[Array, "*p C"], width: int, dtype: jnp.dtype) -> Float[Array, "*p R width"]:
-    """Numbers of full precision in rows of a dtype; of a narrower one each is two: what it rounds to, and what that leaves."""
-    parts = [numbers.astype(dtype)]
-    if dtype.itemsize < numbers.dtype.itemsize:
-        parts.append((numbers - parts[0].astype(numbers.dtype)).astype(dtype))
-    flat = jnp.concatenate(parts, axis=-1)
-    num_rows = rows_of_numbers(numbers.shape[-1], width, dtype.itemsize)
-    filled = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, num_rows * width - flat.shape[-1])])
-    return filled.reshape(*numbers.shape[:-1], num_rows, width)
-
-
-def out_of_rows(rows: Float[Array, "*p R width"], count: int, dtype: jnp.dtype) -> Float[Array, "*p C"]:
-    """The inverse of `in_rows`."""
-    flat = rows.reshape(*rows.shape[:-2], -1).astype(dtype)
-    return flat[..., :count] + flat[..., count : 2 * count] if rows.dtype.itemsize < dtype.itemsize else flat[..., :count]
 
 
 def _batched(rows_ECD: Array, weights_EDF: Array) -> Array:

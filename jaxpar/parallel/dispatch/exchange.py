@@ -6,7 +6,7 @@ same, and the tests hold it to NumPy.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpar.core.vma import vary, vary_alike, varying
+from jaxpar.parallel.dispatch.weigh import in_columns, out_of_columns
 
 
 class Runs(NamedTuple):
@@ -61,6 +62,12 @@ class Exchange:
         """What this device receives, `num_rows` long; rows that nobody sends are zero."""
         return _exchange(self, num_rows, rows_ND, runs)
 
+    def with_units(
+        self, rows_ND: Float[Array, "N D"], unit_N: Float[Array, " N"], runs: Runs, num_rows: int
+    ) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
+        """The same, and a 1 for each: units do not travel, but their gradients come back beside those of the rows."""
+        return cast(tuple[Array, Array], _with_units(self, num_rows, *vary_alike(rows_ND, unit_N), runs))
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _exchange(exchange: Exchange, num_rows: int, rows_ND: Array, runs: Runs) -> Array:
@@ -78,6 +85,29 @@ def _exchange_bwd(exchange: Exchange, _num_rows: int, saved: tuple[Array, Runs],
 
 
 _exchange.defvjp(_exchange_fwd, _exchange_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_units(exchange: Exchange, num_rows: int, rows_ND: Array, unit_N: Array, runs: Runs) -> tuple[Array, Array]:
+    got_RD = exchange(rows_ND, runs, num_rows)
+    return got_RD, vary(jnp.ones(num_rows, unit_N.dtype), tuple(varying(got_RD)))
+
+
+def _with_units_fwd(exchange: Exchange, num_rows: int, rows_ND: Array, unit_N: Array, runs: Runs) -> tuple[Any, tuple[Array, Array, Runs]]:
+    return _with_units(exchange, num_rows, rows_ND, unit_N, runs), (rows_ND[:, :0], unit_N[:0], runs)
+
+
+def _with_units_bwd(
+    exchange: Exchange, _num_rows: int, saved: tuple[Array, Array, Runs], d: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
+    (like_N0, like_0, runs), (d_RD, d_R) = saved, d
+    both = jnp.concatenate(vary_alike(d_RD, in_columns(d_R, d_RD.dtype)), axis=1)
+    back = exchange(both, runs.back, like_N0.shape[0])
+    d_ND, d_N = back[:, : d_RD.shape[1]], out_of_columns(back[:, d_RD.shape[1] :], like_0.dtype)
+    return vary(d_ND, tuple(varying(like_N0))), vary(d_N, tuple(varying(like_0))), None
+
+
+_with_units.defvjp(_with_units_fwd, _with_units_bwd)
 
 
 def _native(axes: tuple[str, ...], num_rows: int, rows_ND: Array, runs: Runs) -> Array:

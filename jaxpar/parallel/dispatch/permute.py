@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.core.dtypes import wide
 from jaxpar.core.vma import vary, vary_alike, varying
 
-UNROLLED = 8  # choices a token summed one after the other in straight code; more (expert_choice) in a loop
+UNROLLED = 8  # choices a token collect one after the other in straight code; more (expert_choice) in a loop
 
 
 class Rows(NamedTuple):
@@ -53,47 +53,23 @@ spread.defvjp(_spread_fwd, _spread_bwd)
 
 @jax.custom_vjp
 def collect(y_RD: Float[Array, "R D"], gate_nk: Float[Array, "n k"], rows: Rows) -> Float[Array, "n D"]:
-    """For each token the sum of its rows times their gates; summed in float32 at least."""
+    """For each token the sum of its rows times their gates; summed in float32 at least. Gates are constants here: they learn where the
+    experts are (`parallel.dispatch.weigh`), so that no row is kept for the backward pass."""
     return _sum_over_choices(y_RD, rows.row_nk, gate_nk).astype(y_RD.dtype)
 
 
 def _collect_fwd(y_RD: Array, gate_nk: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:
-    return collect(y_RD, gate_nk, rows), (y_RD, gate_nk, rows)
+    return collect(y_RD, gate_nk, rows), (y_RD[:0], gate_nk, rows)
 
 
 def _collect_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array, Array, None]:
-    y_RD, gate_nk, rows = saved
-    gate_R = taken(gate_nk.reshape(-1, 1), rows.choice_R)
-    dy_RD = _of_tokens(dy_nD, rows)
-    exact = wide(y_RD.dtype)
-    # A row's gate is weighed by the row itself: <dy of its token, row>, taken along the rows and then sent back to the choices.
-    weighed_R1 = jnp.sum(dy_RD.astype(exact) * y_RD.astype(exact), axis=-1, keepdims=True)
-    dgate_nk = taken(weighed_R1, rows.row_nk.reshape(-1)).reshape(gate_nk.shape).astype(gate_nk.dtype)
-    dy_RD = (dy_RD.astype(exact) * gate_R.astype(exact)).astype(y_RD.dtype)
-    return vary(dy_RD, tuple(varying(y_RD))), vary(dgate_nk, tuple(varying(gate_nk))), None
-
-
-collect.defvjp(_collect_fwd, _collect_bwd)
-
-
-@jax.custom_vjp
-def summed(y_RD: Float[Array, "R D"], gate_nk: Float[Array, "n k"], rows: Rows) -> Float[Array, "n D"]:
-    """As `collect`, but gates are constants here (`parallel.dispatch.weigh`), so that no row is kept for the backward pass."""
-    return _sum_over_choices(y_RD, rows.row_nk, gate_nk).astype(y_RD.dtype)
-
-
-def _summed_fwd(y_RD: Array, gate_nk: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:
-    return summed(y_RD, gate_nk, rows), (y_RD[:0], gate_nk, rows)
-
-
-def _summed_bwd(saved: tuple[Array, Array, Rows], dy_nD: Array) -> tuple[Array, Array, None]:
     like, gate_nk, rows = saved
     exact = wide(like.dtype)
     dy_RD = _of_tokens(dy_nD, rows).astype(exact) * taken(gate_nk.reshape(-1, 1), rows.choice_R).astype(exact)
     return vary(dy_RD.astype(like.dtype), tuple(varying(like))), jnp.zeros_like(gate_nk), None
 
 
-summed.defvjp(_summed_fwd, _summed_bwd)
+collect.defvjp(_collect_fwd, _collect_bwd)
 
 
 def _of_tokens(x_nD: Array, rows: Rows) -> Array:

@@ -18,7 +18,7 @@ from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.routed import Routed
 from jaxpar.parallel.dispatch.sorted import by_expert, through_experts
-from jaxpar.parallel.dispatch.weigh import by_outputs, run
+from jaxpar.parallel.dispatch.weigh import run, unit_gates, weighed_by
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class Ragged:
         sizes_pE = lax.all_gather(sizes_E, axes)
         runs = runs_of(jnp.sum(sizes_pE.reshape(ways, ways, -1), axis=2, dtype=jnp.int32), lax.axis_index(axes), room)
         exchange = Exchange(axes, self.native)
-        got_RD = exchange(spread(x_nD, rows), runs, room)
+        got_RD, unit_R = exchange.with_units(spread(x_nD, rows), unit_gates(routed.gate_nk, rows), runs, room)
         order_R, mine_E = by_local_expert(runs, sizes_pE, lax.axis_index(axes), room, tiles)
         arranged = rows_of(order_R[:, None], tiles.room(room, mine_E.shape[0]))
-        y_RD = run(experts, spread(got_RD, arranged), tiles.product(mine_E), by_outputs)
+        weigh = weighed_by(spread(unit_R[:, None], arranged)[:, 0])
+        y_RD = run(experts, spread(got_RD, arranged), tiles.product(mine_E), weigh)
         y_RD = collect(y_RD, jnp.ones_like(order_R[:, None], y_RD.dtype), arranged)
         y_ND = exchange(y_RD, runs.back, most)
         return collect(y_ND, routed.gate_nk, rows), jnp.sum(sizes_E, dtype=jnp.int32) - jnp.sum(runs.size_p, dtype=jnp.int32)

@@ -9,14 +9,15 @@ from jaxpar.core.vma import vary_alike
 from jaxpar.parallel.dispatch.grouped import Tiles
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.routed import Routed
-from jaxpar.parallel.dispatch.weigh import by_outputs, run
+from jaxpar.parallel.dispatch.weigh import run, unit_gates, weighed_by
 
 
 def through_experts(x_nD: Float[Array, "n D"], routed: Routed, experts: Experts, tiles: Tiles) -> Float[Array, "n D"]:
     """Tokens through experts that are all here."""
     row_nk, sizes_E = by_expert(routed, tiles)
     rows = rows_of(row_nk, tiles.room(routed.most_choices, routed.num_experts))
-    return collect(run(experts, spread(x_nD, rows), tiles.product(sizes_E), by_outputs), routed.gate_nk, rows)
+    weigh = weighed_by(unit_gates(routed.gate_nk, rows))
+    return collect(run(experts, spread(x_nD, rows), tiles.product(sizes_E), weigh), routed.gate_nk, rows)
 
 
 def by_expert(routed: Routed, tiles: Tiles) -> tuple[Int[Array, "n k"], Int[Array, " E"]]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.config.exchange import NUMBER_COLUMNS, rows_of_numbers
 from jaxpar.core.dtypes import wide
 from jaxpar.core.protocols import Experts, Product, Weigh
 from jaxpar.core.vma import vary, vary_alike, varying
@@ -20,11 +21,6 @@ from jaxpar.parallel.dispatch.permute import Rows, taken
 def weighed_by(unit: Float[Array, "*r"]) -> Weigh:
     """What experts apply to the rows before their last map, for `unit` to get its gradient."""
     return lambda h: cast(Array, _weigh(*vary_alike(h, unit)))  # custom_vjp hides the type
-
-
-def by_outputs(h: Array) -> Array:
-    """For dispatchers whose gates learn from outputs (`permute.collect`)."""
-    return h
 
 
 def run(experts: Experts, rows: Array, product: Product, weigh: Weigh) -> Array:
@@ -80,3 +76,37 @@ def _weigh_bwd(saved: tuple[Array, Array], dh: Array) -> tuple[Array, Array]:
 
 
 _weigh.defvjp(_weigh_fwd, _weigh_bwd)
+
+
+def in_rows(numbers: Float[Array, "*p C"], width: int, dtype: jnp.dtype) -> Float[Array, "*p R width"]:
+    """Numbers of full precision in rows of a dtype, to travel behind others."""
+    flat = jnp.concatenate(_parts(numbers, dtype), axis=-1)
+    num_rows = rows_of_numbers(numbers.shape[-1], width, dtype.itemsize)
+    return _filled(flat, num_rows * width).reshape(*numbers.shape[:-1], num_rows, width)
+
+
+def out_of_rows(rows: Float[Array, "*p R width"], count: int, dtype: jnp.dtype) -> Float[Array, "*p C"]:
+    """The inverse of `in_rows`."""
+    flat = rows.reshape(*rows.shape[:-2], -1).astype(dtype)
+    return flat[..., :count] + flat[..., count : 2 * count] if rows.dtype.itemsize < dtype.itemsize else flat[..., :count]
+
+
+def in_columns(numbers_N: Float[Array, " N"], dtype: jnp.dtype) -> Float[Array, "N c"]:
+    """One number a row in columns beside others."""
+    return _filled(jnp.stack(_parts(numbers_N, dtype), axis=-1), NUMBER_COLUMNS)
+
+
+def out_of_columns(columns_Nc: Float[Array, "N c"], dtype: jnp.dtype) -> Float[Array, " N"]:
+    """The inverse of `in_columns`."""
+    wide_Nc = columns_Nc.astype(dtype)
+    return wide_Nc[:, 0] + wide_Nc[:, 1]
+
+
+def _parts(numbers: Array, dtype: jnp.dtype) -> list[Array]:
+    """In a narrower dtype each number is two: what it rounds to, and what that leaves."""
+    first = numbers.astype(dtype)
+    return [first, (numbers - first.astype(numbers.dtype)).astype(dtype)] if dtype.itemsize < numbers.dtype.itemsize else [first]
+
+
+def _filled(a: Array, size: int) -> Array:
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, size - a.shape[-1])])
