@@ -45,9 +45,7 @@ class MoeConfig(Section):
     # Who keeps a place: see `ops.routing.capacity`. Not Megatron-LM's `probs`, by which a later token takes an earlier one's place.
     drop_policy: Literal["position", "choice", "probability"] = "position"
     renormalize_after_drop: bool = False  # gates of what is left sum to what all did (DeepSpeed; Megatron-LM does not)
-    max_drop_fraction: float | None = Field(
-        default=None, gt=0.0, le=1.0
-    )  # a step (or evaluation) that drops more in any layer stops the run
+    max_drop_fraction: float | None = Field(default=None, gt=0.0, le=1.0)  # a step or evaluation that drops more in a layer stops the run
     ragged_buffer_factor: PositiveFloat = 2.0  # rows a device can receive / rows it gets if balanced; `dispatch: ragged`; ours
     allow_overflow: bool = False  # rows beyond that are dropped and counted, not an error; which ones then depends on mesh.expert
 

@@ -169,3 +169,4 @@ def test_numbers_of_a_row() -> None:
     assert row["moe_dropped_worst"] == 0.3
     assert row["moe_load"] == [[0.5, 0.25, 0.25, 0.0], [0.25] * 4]
     assert max_over_mean(np.zeros((1, 4))).tolist() == [0.0]
+    np.testing.assert_allclose(row["moe_load_entropy"], [1.5 * np.log(2), np.log(4)], atol=1e-5)
