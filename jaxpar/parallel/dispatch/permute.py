@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.core.dtypes import wide
 from jaxpar.core.vma import vary, vary_alike, varying
 
-UNROLLED = 8  # choices a token collect one after the other in straight code; more (expert_choice) in a loop
+UNROLLED = 8  # choices a token summed one after the other in straight code; more (expert_choice) in a loop
 
 
 class Rows(NamedTuple):
