@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.build import Parts
 from jaxpar.config.axes import AXES
@@ -15,6 +16,7 @@ from jaxpar.core.words import size
 from jaxpar.mesh.specs import is_plan
 from jaxpar.models.init import param_names
 from jaxpar.optim.build import describe_decay
+from jaxpar.parallel.dispatch.grouped import product_words
 from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.ragged import Ragged
 from jaxpar.schedule.simulate import simulate
@@ -83,7 +85,8 @@ def experts_words(parts: Parts) -> str:
     if isinstance(dispatch := parts.forward.dispatch, Ragged):
         way = f"ragged ({'ragged_all_to_all' if dispatch.native else 'padded exchange: this platform has no ragged_all_to_all'})"
     if isinstance(dispatch, Ragged | Local):
-        way += f", products of tiles by {'one GPU kernel' if dispatch.native else 'a loop'}"
+        dims = c.model.embed_dim, c.model.expert_dim // parts.layout.ways("mlp")
+        way += f", products of tiles by {product_words(dispatch.native, jnp.dtype(c.compute_dtype), *dims)}"
     sent = exchange_bytes(c, parts.layout)
     over = f" over expert {parts.layout.ways('experts')}, {size(sent)} sent by a device in a step" if sent else ""
     return f"{moe.num_experts}, {moe.top_k} a token by {moe.router}, {room}, groups of {moe.routing_group_sequences} rows; {way}{over}"

@@ -18,7 +18,7 @@ from jaxpar.config.layout import Layout, LayoutError
 from jaxpar.ops.routing.capacity import places
 from jaxpar.parallel.dispatch.all_to_all import all_to_all
 from jaxpar.parallel.dispatch.exchange import Exchange, Runs, runs_of
-from jaxpar.parallel.dispatch.grouped import Tiles, tiles_for
+from jaxpar.parallel.dispatch.grouped import Tiles, product_words, tiles_for
 from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
@@ -345,6 +345,14 @@ def test_kernels_give_what_the_loop_does(sizes: list[int]) -> None:
 
     for got, want in zip(passes(Tiles(16, kernel=True, interpret=True)), passes(Tiles(16)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_words_say_which_product_runs_and_why() -> None:
+    bf16, float64 = jnp.dtype("bfloat16"), jnp.dtype("float64")
+    assert product_words(False, bf16, 64, 48) == "a loop"
+    assert product_words(True, bf16, 64, 48) == "one GPU kernel"
+    assert product_words(True, float64, 64, 48) == "a loop (the GPU kernel sums in float32, rows are float64)"
+    assert product_words(True, bf16, 64, 40) == "a loop (the GPU kernel takes dims that are multiples of 16, not 40)"
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:

@@ -50,9 +50,17 @@ def tiles_for(num_rows: int, num_experts: int, *, native: bool) -> Tiles:
     return Tiles(min(max(1 << (half.bit_length() - 1), grouped_gpu.LEAST if native else SMALLEST), LARGEST), native)
 
 
+def product_words(native: bool, dtype: jnp.dtype, *dims: int) -> str:
+    """Which of the two multiplies rows of a dtype with matrices of these dims, and why. native: on a GPU."""
+    if not native:
+        return "a loop"
+    why = grouped_gpu.refusal(dtype, *dims)
+    return f"a loop ({why})" if why else "one GPU kernel"
+
+
 def _tiled(tiles: Tiles, end_E: Array, rows_ND: Array, weights_EDF: Array) -> Array:
     edge_e = jnp.concatenate([jnp.zeros_like(end_E[:1]), end_E])
-    kernel = tiles.kernel and grouped_gpu.fits(rows_ND.dtype, *weights_EDF.shape[1:])
+    kernel = tiles.kernel and not grouped_gpu.refusal(rows_ND.dtype, *weights_EDF.shape[1:])
     return cast(Array, _product(replace(tiles, kernel=kernel), *vary_alike(rows_ND, weights_EDF, edge_e)))  # custom_vjp hides the type
 
 
@@ -62,7 +70,8 @@ def _product(
 ) -> Float[Array, "N F"]:
     """edge_e: first tile of each expert, and the first that is nobody's."""
     if tiles.kernel:
-        return grouped_gpu.times_weights(tiles.rows, rows_ND, weights_EDF, edge_e, interpret=tiles.interpret)
+        expert_t = _expert(tiles, rows_ND, edge_e)
+        return grouped_gpu.times_weights(tiles.rows, rows_ND, weights_EDF, edge_e, expert_t, interpret=tiles.interpret)
     return _loop(tiles, rows_ND, weights_EDF, edge_e)
 
 
@@ -83,11 +92,12 @@ def _product_fwd(tiles: Tiles, rows_ND: Array, weights_EDF: Array, edge_e: Array
 
 def _product_bwd(tiles: Tiles, saved: tuple[Array, ...], dy_NF: Array) -> tuple[Array, Array, None]:
     rows_ND, weights_EDF, edge_e = saved
+    expert_t = _expert(tiles, rows_ND, edge_e)
     if tiles.kernel:
-        dx_ND = grouped_gpu.times_weights(tiles.rows, dy_NF, weights_EDF, edge_e, transposed=True, interpret=tiles.interpret)
+        dx_ND = grouped_gpu.times_weights(tiles.rows, dy_NF, weights_EDF, edge_e, expert_t, transposed=True, interpret=tiles.interpret)
         dw_EDF = grouped_gpu.times_rows(tiles.rows, rows_ND, dy_NF, edge_e, weights_EDF.dtype, interpret=tiles.interpret)
         return dx_ND, dw_EDF, None
-    tile, expert_t, used = tiles.rows, _expert(tiles, rows_ND, edge_e), edge_e[-1]
+    tile, used = tiles.rows, edge_e[-1]
     dx_ND = _loop(tiles, dy_NF, jnp.swapaxes(weights_EDF, 1, 2), edge_e)
 
     def one(t: Array, dw_EDF: Array) -> Array:

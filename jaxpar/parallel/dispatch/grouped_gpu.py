@@ -17,9 +17,12 @@ MOST, DEPTH = 128, 64  # rows and columns of a block; of what is summed at a tim
 TOGETHER = 8  # blocks of rows that share columns in the L2 cache
 
 
-def fits(dtype: jnp.dtype, *dims: int) -> bool:
-    """Whether the kernels take matrices of these dims; they sum in float32."""
-    return dtype.itemsize <= 4 and all(dim % LEAST == 0 for dim in dims)
+def refusal(dtype: jnp.dtype, *dims: int) -> str:
+    """Why the kernels do not take matrices of these dims, in words; empty where they do."""
+    if dtype.itemsize > 4:
+        return f"the GPU kernel sums in float32, rows are {dtype.name}"
+    odd = [str(dim) for dim in dims if dim % LEAST]
+    return f"the GPU kernel takes dims that are multiples of {LEAST}, not {', '.join(odd)}" if odd else ""
 
 
 def times_weights(
@@ -27,14 +30,17 @@ def times_weights(
     rows_ND: Float[Array, "N D"],
     weights_EDF: Float[Array, "E D F"],
     edge_e: Int[Array, " e"],
+    expert_t: Int[Array, " t"],
     *,
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "N F"]:
-    """edge_e: first tile of each expert, and the first that is nobody's, whose rows give zero. transposed: weights are [E, F, D]."""
+    """edge_e: first tile of each expert, and the first that is nobody's, whose rows give zero. expert_t: whose each tile is.
+
+    transposed: weights are [E, F, D].
+    """
     (num_rows, depth), cols = rows_ND.shape, weights_EDF.shape[1 if transposed else 2]
     tiles = num_rows // tile
-    expert_t = jnp.searchsorted(edge_e[:-1], jnp.arange(tiles, dtype=jnp.int32), side="right").astype(jnp.int32) - 1
     bn, bk = _block(cols, MOST), _block(depth, DEPTH)
 
     def kernel(edge_ref: Any, expert_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any) -> None:
