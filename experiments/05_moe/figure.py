@@ -8,7 +8,6 @@ import numpy as np
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; dashes tell the rest.
 COLOURS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#777777", "#8c564b")
-WINDOW = 10  # steps of the running mean
 
 
 def draw(routers: Mapping[str, Mapping[str, Any]], png: Path) -> None:
@@ -21,10 +20,8 @@ def draw(routers: Mapping[str, Mapping[str, Any]], png: Path) -> None:
     for axes, (key, title) in zip(panels, quantities, strict=True):
         for i, (name, run) in enumerate(routers.items()):
             values = np.asarray(run[key], float) * (100 if key == "dropped" else 1)
-            steps = np.asarray(run["steps"])
-            smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, "valid")
             style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i % 2 else "--", "linewidth": 1.4}
-            axes.plot(steps[WINDOW - 1 :], smooth, label=name, **style)
+            axes.plot(run["steps"], values, label=name, **style)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("step")
         axes.grid(axis="y", color="#dddddd")

@@ -30,6 +30,7 @@ RESULT = HERE / "result.json"
 RUNS = HERE.parents[1] / "configs" / "run"
 BENCH, TEXT, OURS = RUNS / "bench.yaml", RUNS / "quickstart_moe.yaml", HERE.parent / "03_overhead" / "ours.py"
 MESH = ("mesh.fake_devices=8", "mesh.data=2", "mesh.expert=4", "zero_stage=1")
+WINDOW = 10  # steps that a number of a run over time is the mean of
 WARMUP = 3  # steps of a throughput run that are not timed, the one that compiles among them
 DROPLESS = "model.moe.capacity_factor=null"
 ONE = ("model.moe.top_k=1", "model.moe.expert_dim=352")  # one expert a token, twice as wide: equal FLOPs
@@ -202,15 +203,20 @@ def routers(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a run: held-out losses; load and drops of the worst block, over time and over the last tenth."""
+    """Of a run: held-out losses; load and drops of the worst block, over time (means of `WINDOW` steps) and over the last tenth."""
     trained = [row for row in rows if "moe_load" in row]
     last = trained[-max(len(trained) // 10, 1) :]
+    windows = [trained[i : i + WINDOW] for i in range(0, len(trained), WINDOW)]
+
+    def means(key: str) -> list[float]:
+        return [round(statistics.fmean(row[key] for row in window), 5) for window in windows]
+
     return {
         "eval_loss": {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row},
-        "steps": [row["step"] for row in trained],
-        "loss": [row["loss"] for row in trained],
-        "max_load": [row["moe_max_load"] for row in trained],
-        "dropped": [row["moe_dropped_worst"] for row in trained],
+        "steps": [window[-1]["step"] for window in windows],
+        "loss": means("loss"),
+        "max_load": means("moe_max_load"),
+        "dropped": means("moe_dropped_worst"),
         "max_load_last": statistics.fmean(row["moe_max_load"] for row in last),
         "dropped_last": statistics.fmean(row["moe_dropped_worst"] for row in last),
     }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.core.records import Row
+from jaxpar.core.shares import over_mean
 from jaxpar.report.errors import ReportError
 
 LOAD = "moe_load"
@@ -46,12 +47,6 @@ class ExpertLoad:
     def max_over_mean(self) -> np.ndarray:
         """[n, blocks]: the busiest expert's."""
         return self.relative.max(axis=-1)
-
-
-def over_mean(load: np.ndarray) -> np.ndarray:
-    """Shares [..., experts] / their mean; NaN in blocks where no token was routed."""
-    mean = load.mean(axis=-1, keepdims=True)
-    return np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
 
 
 def has_experts(rows: Sequence[Row]) -> bool:

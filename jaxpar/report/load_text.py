@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxpar.report.expert_load import over_mean
+from jaxpar.core.shares import over_mean
 
 # Eighths of a full bar, which is twice the mean: a balanced expert fills half. The first is for next to nothing.
 LEVELS = "·▁▂▃▄▅▆▇█"

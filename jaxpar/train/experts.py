@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.records import Row
+from jaxpar.core.shares import entropy, over_mean
 from jaxpar.train.errors import ExpertsError
 
 DIGITS = 5  # of shares and fractions in a row
@@ -17,25 +18,12 @@ def table_row(tables: Mapping[str, np.ndarray]) -> Row:
     worst: Row = {}
     for prefix in ("", "eval_"):
         if (load := tables.get(f"{prefix}moe_load")) is not None:
-            worst[f"{prefix}moe_max_load"] = float(np.max(max_over_mean(load)))
-            lists[f"{prefix}moe_load_entropy"] = np.round(load_entropy(load), DIGITS).tolist()
+            worst[f"{prefix}moe_max_load"] = float(np.nan_to_num(over_mean(load)).max())
+            lists[f"{prefix}moe_load_entropy"] = np.round(entropy(load), DIGITS).tolist()
         for name in ("moe_dropped", "moe_overflow", "moe_balance"):
             if (values := tables.get(f"{prefix}{name}")) is not None:
                 worst[f"{prefix}{name}_worst"] = float(np.max(values))
     return {**lists, **worst}
-
-
-def max_over_mean(load_LE: np.ndarray) -> np.ndarray:
-    """Of each block, the load of its busiest expert / the mean; 0 where no token was routed."""
-    mean_L = load_LE.mean(axis=1)
-    return np.where(mean_L > 0, load_LE.max(axis=1) / np.where(mean_L > 0, mean_L, 1.0), 0.0)
-
-
-def load_entropy(load_LE: np.ndarray) -> np.ndarray:
-    """-sum f log f of each block's shares of choices, nats: ln E where all experts have the same load, 0 where one has all."""
-    total_L1 = load_LE.sum(axis=1, keepdims=True)
-    share_LE = load_LE / np.where(total_L1 > 0, total_L1, 1.0)
-    return -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)
 
 
 def limits_error(moe: MoeConfig | None, where: str, tables: Mapping[str, np.ndarray], prefix: str = "") -> ExpertsError | None:

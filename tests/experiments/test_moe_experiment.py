@@ -60,11 +60,12 @@ def test_one_step_of_each_kind(moe: ModuleType) -> None:
 
 def test_summary_of_a_run(moe: ModuleType) -> None:
     row: dict[str, Any] = {"moe_load": [[1.0]], "moe_dropped_worst": 0.1, "moe_max_load": 1.5}
-    rows = [{"step": n, "loss": 3.0 - n / 10, **row} for n in range(1, 11)] + [{"step": 10, "eval_loss": 2.0}]
+    rows = [{"step": n, "loss": 3.0 - n / 10, **row} for n in range(1, 21)] + [{"step": 20, "eval_loss": 2.0}]
     found = moe.summary(rows)
-    assert found["eval_loss"] == {10: 2.0}
+    assert found["eval_loss"] == {20: 2.0}
     assert found["max_load_last"] == 1.5
-    assert found["steps"] == list(range(1, 11))
+    assert found["steps"] == [10, 20]
+    assert found["loss"] == [2.45, 1.45]
 
 
 def test_figure_is_drawn(moe: ModuleType, tmp_path: Path) -> None:

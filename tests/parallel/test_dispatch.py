@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config.axes import AXES
-from jaxpar.config.exchange import rows_of_numbers
+from jaxpar.config.exchange import NUMBER_COLUMNS, rows_of_numbers
 from jaxpar.config.layout import Layout, LayoutError
 from jaxpar.ops.routing.capacity import places
 from jaxpar.parallel.dispatch.all_to_all import all_to_all
@@ -23,7 +23,7 @@ from jaxpar.parallel.dispatch.local import Local
 from jaxpar.parallel.dispatch.permute import collect, rows_of, spread
 from jaxpar.parallel.dispatch.ragged import Ragged, by_local_expert
 from jaxpar.parallel.dispatch.routed import Routed
-from jaxpar.parallel.dispatch.weigh import in_rows, out_of_rows, unit_gates, weighed_by
+from jaxpar.parallel.dispatch.weigh import in_columns, in_rows, out_of_columns, out_of_rows, unit_gates, weighed_by
 
 EXPERTS, TOKENS, WIDTH, K = 8, 24, 6, 2
 
@@ -185,14 +185,17 @@ def test_experts_that_forget_their_gates_are_an_error(dispatch: Any) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 0), ("bfloat16", 2.0**-15)])
-def test_numbers_travel_in_rows(dtype: str, rtol: float) -> None:
-    """Of any count, behind rows of any width; in bfloat16 with twice its digits."""
+def test_numbers_travel_in_rows_and_columns(dtype: str, rtol: float) -> None:
+    """Of any count, behind rows of any width or one beside each; in bfloat16 with twice its digits."""
     for count, width in ((1, 8), (8, 8), (13, 8), (160, 64)):
         numbers = np.random.default_rng(count).standard_normal((3, 2, count)).astype(np.float32) * 1e3
         rows = in_rows(jnp.asarray(numbers), width, jnp.dtype(dtype))
         assert rows.dtype == dtype
         assert rows.shape[-2] == rows_of_numbers(count, width, rows.dtype.itemsize)
         np.testing.assert_allclose(out_of_rows(rows, count, jnp.dtype("float32")), numbers, rtol=rtol)
+        columns = in_columns(jnp.asarray(numbers[0, 0]), jnp.dtype(dtype))
+        assert (columns.dtype, columns.shape) == (dtype, (count, NUMBER_COLUMNS))
+        np.testing.assert_allclose(out_of_columns(columns, jnp.dtype("float32")), numbers[0, 0], rtol=rtol)
 
 
 def test_a_gate_of_zero_has_no_gradient() -> None:

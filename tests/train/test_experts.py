@@ -11,7 +11,7 @@ from jaxpar.build import Parts
 from jaxpar.core.records import read_records
 from jaxpar.core.tree import named_leaves
 from jaxpar.train.errors import ExpertsError
-from jaxpar.train.experts import max_over_mean, table_row
+from jaxpar.train.experts import table_row
 from jaxpar.train.loop import Result
 from jaxpar.train.sample import rows_of, sample
 from tests.train.test_resume import stopped_after
@@ -42,7 +42,7 @@ def test_a_row_has_every_experts_load_and_what_was_dropped(run: Run) -> None:
     assert np.shape(row["moe_dropped"]) == (2,)
     assert row["moe_dropped_worst"] == pytest.approx(max(row["moe_dropped"]), abs=1e-5)
     assert row["moe_dropped_worst"] >= 0.49  # half a place a choice
-    assert row["moe_max_load"] == pytest.approx(max(max_over_mean(np.asarray(row["moe_load"]))), rel=1e-3)
+    assert row["moe_max_load"] == pytest.approx(4 * np.max(row["moe_load"]), rel=1e-3)
     # Places of 4 experts: ceil(32 x 2 / 4 / 2) = 8 for each of 4 rows, 4 times in each of 2 blocks, and a row of gates' gradients for each
     # expert; 32 wide, float32; a half leaves.
     assert row["moe_exchange_bytes"] == 2 * 4 * (4 * 4 * 8 + 1) * 32 * 4 // 2
@@ -168,5 +168,10 @@ def test_numbers_of_a_row() -> None:
     assert row["moe_max_load"] == 2.0
     assert row["moe_dropped_worst"] == 0.3
     assert row["moe_load"] == [[0.5, 0.25, 0.25, 0.0], [0.25] * 4]
-    assert max_over_mean(np.zeros((1, 4))).tolist() == [0.0]
     np.testing.assert_allclose(row["moe_load_entropy"], [1.5 * np.log(2), np.log(4)], atol=1e-5)
+
+
+def test_numbers_of_a_batch_without_tokens() -> None:
+    row = table_row({"moe_load": np.zeros((2, 4))})
+    assert row["moe_max_load"] == 0.0
+    assert row["moe_load_entropy"] == [0.0, 0.0]
