@@ -41,7 +41,16 @@ ROUTERS: Mapping[str, tuple[str, ...]] = {
     "gshard": ("model.moe.router=gshard",),
     "sigmoid_bias": ("model.moe.router=sigmoid_bias", "model.moe.balance_coefficient=0", "model.moe.bias_rate=1e-2"),
     "expert_choice": ("model.moe.router=expert_choice", "model.moe.balance_coefficient=0", "model.moe.capacity_factor=1"),
-    "base": ("model.moe.router=base", *ONE, "model.moe.balance_coefficient=0"),
+    # Training is balanced; evaluation is greedy and, as in fairseq, drops nothing.
+    "base": (
+        "model.moe.router=base",
+        *ONE,
+        "model.moe.balance_coefficient=0",
+        "model.moe.dispatch=local",
+        "mesh.expert=1",
+        "mesh.data=8",
+        DROPLESS,
+    ),
     "sinkhorn": ("model.moe.router=sinkhorn", *ONE, "model.moe.balance_coefficient=0"),
     "hash": ("model.moe.router=hash", *ONE, "model.moe.balance_coefficient=0", "model.moe.router_z_coefficient=0"),
 }

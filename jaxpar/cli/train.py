@@ -43,11 +43,10 @@ def summary(result: "Result", text: str | None) -> dict[str, object]:
 
 def show_sample(parts: "Parts", result: "Result") -> str | None:
     """Print a sample of the length that the config wants, or what fits."""
-    from jaxpar.train.sample import sample
+    from jaxpar.train.sample import room_for, sample
 
     train = parts.config.train
-    room = parts.config.data.seq_len - max(len(parts.train_data.tokenizer.encode(train.sample_prompt)), 1)
-    if not (num_tokens := min(train.sample_tokens, max(room, 0))):
+    if not (num_tokens := min(train.sample_tokens, max(room_for(parts, train.sample_prompt), 0))):
         return None
     text = sample(parts, result.state.params, train.sample_prompt, num_tokens)
     print(f"\nsample (prompt {train.sample_prompt!r}, temperature 0.8):\n{text}\n")

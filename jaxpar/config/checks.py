@@ -89,7 +89,11 @@ def _product_problem(sizes: dict[str, int], open_axes: list[str], num_devices: i
         yield Problem(MESH_KEYS, f"{text}; their product may be {', '.join(works)}")
     elif not open_axes and fixed != num_devices:
         less = "; a mesh smaller than the devices would leave some idle" if fixed < num_devices else ""
-        yield Problem(MESH_KEYS, f"mesh: {shown} = {fixed}, but there are {num_devices} devices{less}; {_fitting(sizes, num_devices)}")
+        yield Problem(MESH_KEYS, f"mesh: {shown} = {fixed}, but {_devices(num_devices)}{less}; {_fitting(sizes, num_devices)}")
+
+
+def _devices(count: int) -> str:
+    return "there is 1 device" if count == 1 else f"there are {count} devices"
 
 
 def _fitting(sizes: dict[str, int], num_devices: int) -> str:

@@ -52,7 +52,7 @@ class MoeConfig(Section):
     # Scores.
     softmax: Literal["before", "after"] = "before"  # of the choice of top_k (GShard); after: over the chosen only (Mixtral)
     renormalize: bool = True  # gates divided by their sum (GShard, DeepSeek-V3), where softmax: before, and sigmoid_bias
-    jitter: NonNegativeFloat = 0.0  # the router's input times uniform(1 - jitter, 1 + jitter) in training (Switch: 0.01)
+    jitter: float = Field(default=0.0, ge=0.0, lt=1.0)  # its input times uniform(1 - jitter, 1 + jitter) in training (Switch: 0.01)
     routed_scaling: PositiveFloat = 1.0  # factor on all gates (DeepSeek-V3: 2.5)
     num_groups: PositiveInt = 1  # of experts (not of tokens): DeepSeek-V3 limits a token to top_groups of them
     top_groups: PositiveInt = 1

@@ -16,6 +16,7 @@ from jaxpar.core.shares import over_mean
 from jaxpar.report.errors import ReportError
 
 LOAD = "moe_load"
+EVAL_PREFIX = "eval_"  # of the same in rows of an evaluation
 PER_BLOCK = ("dropped", "entropy", "balance", "overflow")  # rows have them as moe_NAME, one number a block
 
 
@@ -73,6 +74,15 @@ def expert_load(rows: Sequence[Row], source: str) -> ExpertLoad:
     if problems:
         raise ReportError(problems, source)
     return ExpertLoad(steps, load, **columns)
+
+
+def last_evaluation(rows: Sequence[Row], source: str) -> ExpertLoad | None:
+    """Of the last row that an evaluation of a model with experts has written: one step."""
+    last = next((row for row in reversed(rows) if f"{EVAL_PREFIX}{LOAD}" in row), None)
+    if last is None:
+        return None
+    evaluated = {key.removeprefix(EVAL_PREFIX): value for key, value in last.items() if key.startswith(EVAL_PREFIX)}
+    return expert_load([{**evaluated, "step": last["step"]}], source)
 
 
 def _column(rows: Sequence[Row], key: str, num_blocks: int, problems: list[str]) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxpar.core.records import Row
+from jaxpar.train.experts import experts_note
 from jaxpar.train.summary import Facts
 
 LINE_EVERY_S = 5.0
@@ -20,7 +21,7 @@ class Display(Protocol):
 
     def start(self, first_step: int, steps: int) -> None: ...
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None: ...
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None: ...
 
     def row(self, row: Row) -> None: ...
 
@@ -36,7 +37,7 @@ class Quiet:
 
     def start(self, first_step: int, steps: int) -> None: ...
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None: ...
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None: ...
 
     def row(self, row: Row) -> None: ...
 
@@ -93,8 +94,8 @@ class ConsoleDisplay:
         self._task = self._progress.add_task("", total=steps, completed=first_step)
         self._progress.start()
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None:
-        words = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None:
+        words = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s{note and '  '}{note}"
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, description=words)
         elif (now := time.monotonic()) - self._said_s >= LINE_EVERY_S or step in (self._first + 1, self._steps):
@@ -104,7 +105,8 @@ class ConsoleDisplay:
 
     def row(self, row: Row) -> None:
         if "eval_loss" in row:
-            self.line(f"step {row['step']}: evaluation loss {row['eval_loss']:.4f} ({row['eval_s']:.1f} s)")
+            note = experts_note(row, "eval_")
+            self.line(f"step {row['step']}: evaluation loss {row['eval_loss']:.4f}{note and ', '}{note} ({row['eval_s']:.1f} s)")
         if row.get("skipped"):
             self.line(f"step {row['step']}: not finite (loss {row['loss']}, gradient norm {row['grad_norm']}): skipped")
 

@@ -26,6 +26,14 @@ def table_row(tables: Mapping[str, np.ndarray]) -> Row:
     return {**lists, **worst}
 
 
+def experts_note(row: Row, prefix: str = "") -> str:
+    """What a person should see of a row's experts: "busiest expert 2.1 x the mean, 24.1 % dropped"; "" without any."""
+    if (busiest := row.get(f"{prefix}moe_max_load")) is None:
+        return ""
+    dropped = row.get(f"{prefix}moe_dropped_worst", 0.0)
+    return f"busiest expert {busiest:.2g} x the mean" + (f", {100 * dropped:.3g} % dropped" if dropped else "")
+
+
 def limits_error(moe: MoeConfig | None, where: str, tables: Mapping[str, np.ndarray], prefix: str = "") -> ExpertsError | None:
     """What ends a run: more dropped than `max_drop_fraction`, or a full buffer that was not allowed. where: "step 7"."""
     if moe is None:

@@ -24,7 +24,7 @@ from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
 from jaxpar.train.display import ConsoleDisplay, Display, reading
 from jaxpar.train.errors import ExpertsError
 from jaxpar.train.evaluate import evaluate
-from jaxpar.train.experts import limits_error, table_row
+from jaxpar.train.experts import experts_note, limits_error, table_row
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
 from jaxpar.train.metrics import Clock, MetricsLog, clock_of, fixed_row, scalars_and_tables, step_numbers
 from jaxpar.train.nonfinite import NonFinitePolicy, last_good
@@ -158,18 +158,13 @@ class Loop:
         error = self.policy.error(step, numbers, found.leaf_norms) if bad else None
         limits = limits_error(self.parts.config.model.moe, f"step {step}", found.tables)
         logged = step % self.parts.config.train.log_every == 0 or step == self.parts.config.train.steps
-        self.display.step(step, numbers["loss"], self.clock.tokens_per_step * self.clock.steps / self.clock.train_s)
+        tables = table_row(found.tables)
+        rate = self.clock.tokens_per_step * self.clock.steps / self.clock.train_s
+        self.display.step(step, numbers["loss"], rate, experts_note(tables))
         if not (logged or bad or limits or not write):
             return None
-        row = {
-            "step": step,
-            **numbers,
-            **table_row(found.tables),
-            "tokens": step * self.clock.tokens_per_step,
-            **self.clock.take(),
-            **fixed_row(self.parts),
-        }
-        row |= {"skipped": True} if bad else {}
+        row = {"step": step, **numbers, **tables, "tokens": step * self.clock.tokens_per_step}
+        row |= {**self.clock.take(), **fixed_row(self.parts), **({"skipped": True} if bad else {})}
         if error is not None:
             self.log.write(row)
             self.save_last_good()
@@ -181,6 +176,17 @@ class Loop:
         if write:
             self.write(row)
         return row
+
+    def account_running(self) -> None:
+        """The row of the step that runs while the one before it ends the run; its own limits change nothing any more."""
+        running, self.running = self.running, None
+        if running is None:
+            return
+        step, metrics = running
+        found = step_numbers(metrics)
+        self.clock.step_done()
+        self.losses.append(found.scalars["loss"])
+        self.log.write({"step": step, **found.scalars, **table_row(found.tables), **self.clock.take(), **fixed_row(self.parts)})
 
     def pauses(self, step: int) -> bool:
         """Whether this step ends with an evaluation or a checkpoint."""
@@ -233,8 +239,9 @@ class Loop:
         self.saved = self.done
 
     def stop_for(self, limits: ExpertsError, *, save: bool) -> NoReturn:
-        """End the run, and say from where it can go on."""
+        """End the run, and say from where it can go on. A step that has begun meanwhile is saved with its row."""
         if save:
+            self.account_running()
             self.save(blocking=True)
         self.parts.checkpoints.wait()
         there = f"the last checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"

@@ -13,7 +13,7 @@ def sample(parts: Parts, params: Params, prompt: str, num_tokens: int, temperatu
     An empty prompt starts a document (after an end-of-document token). ValueError where both do not fit into data.seq_len.
     """
     data, tokenizer = parts.config.data, parts.train_data.tokenizer
-    prompt_ids = np.asarray(tokenizer.encode(prompt) if prompt else [tokenizer.eod], np.int32)
+    prompt_ids = ids_of(parts, prompt)
     if len(prompt_ids) + num_tokens > data.seq_len:
         room = f"{max(data.seq_len - len(prompt_ids), 0)} tokens would fit" if len(prompt_ids) < data.seq_len else "use a shorter prompt"
         text = f"prompt of {len(prompt_ids)} tokens and {num_tokens} more do not fit into data.seq_len={data.seq_len}; {room}"
@@ -24,6 +24,17 @@ def sample(parts: Parts, params: Params, prompt: str, num_tokens: int, temperatu
     start, count = (jnp.asarray(n, jnp.int32) for n in (len(prompt_ids), num_tokens))
     tokens_BS = parts.sample_step(params, batch, start, count, jnp.asarray(temperature, jnp.float32))
     return tokenizer.decode(np.asarray(tokens_BS)[0, : len(prompt_ids) + num_tokens][0 if prompt else 1 :])
+
+
+def ids_of(parts: Parts, prompt: str) -> np.ndarray:
+    """Tokens of a prompt; of an empty one the end of the document before it."""
+    tokenizer = parts.train_data.tokenizer
+    return np.asarray(tokenizer.encode(prompt) if prompt else [tokenizer.eod], np.int32)
+
+
+def room_for(parts: Parts, prompt: str) -> int:
+    """Tokens that fit behind a prompt."""
+    return parts.config.data.seq_len - len(ids_of(parts, prompt))
 
 
 def rows_of(parts: Parts, prompt_ids: np.ndarray, seed: int) -> dict[str, np.ndarray]:

@@ -41,13 +41,14 @@ def test_the_last_logged_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "load of experts at step 20, 4 a block" in out
     rows = [line.split() for line in out.splitlines() if "(expert" in line]
     assert rows == [
-        ["0", "1.20", "0.80", "(expert", "3)", "0.0", "%", "1.01", "1.000"],
-        ["1", "2.40", "0.00", "(expert", "3)", "35.0", "%", "1.76", "0.500"],
+        ["0", "1.20", "0.80", "(expert", "3)", "0.0", "%", "1.01", "0.993", "1.000"],
+        ["1", "2.40", "0.00", "(expert", "3)", "35.0", "%", "1.76", "0.685", "0.500"],
     ]
     assert "block 0  ▅▄▄▃\n" in out
     assert "block 1  █▃▃·\n" in out
     verdict = "block 1: expert 0 gets 2.40 x the mean; 1 of 8 experts gets less than 0.1 x the mean; 35.0 % of the choices of block 1"
-    assert out.splitlines()[-1].startswith(verdict)
+    assert out.splitlines()[-2].startswith(verdict)
+    assert out.splitlines()[-1] == "evaluation at step 21: balanced: every expert gets 1.00 to 1.00 x the mean of its block"
     assert "overflow" not in out
 
 
@@ -64,7 +65,7 @@ def test_what_is_missing_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("odd"), [{"step": 1, "moe_load": [[1.0], [0.0]], "moe_entropy": [0.0, 0.0]}])
     assert run(["report", "odd", "--json", "odd.json"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.rstrip().endswith("-")]
-    assert rows == [["0", "1.00", "1.00", "(expert", "0)", "-", "-", "-"], ["1", *"-----"]]
+    assert rows == [["0", "1.00", "1.00", "(expert", "0)", *"----"], ["1", *"------"]]
     blocks = json.loads(Path("odd.json").read_text())["experts"]["blocks"]
     assert [block["max_over_mean"] for block in blocks] == [1.0, None]
 
@@ -87,8 +88,27 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     worst = experts["blocks"][1]
     assert (worst["block"], worst["busiest_expert"], worst["least_expert"]) == (1, 0, 3)
     assert (worst["max_over_mean"], worst["least_over_mean"], worst["entropy_over_ln_experts"]) == pytest.approx((2.4, 0.0, 0.5))
+    assert worst["load_entropy_over_ln_experts"] == pytest.approx(-(0.6 * math.log(0.6) + 0.4 * math.log(0.2)) / math.log(4))
     assert worst["load"] == [0.6, 0.2, 0.2, 0.0]
     assert worst["overflow"] is None
+
+
+def test_the_last_evaluation_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A router may be balanced in training and not in evaluation (`base`)."""
+    evaluated = {"eval_loss": 3.0, "eval_moe_load": [[0.7, 0.1, 0.1, 0.1]], "eval_moe_dropped": [0.5]}
+    balanced = {"moe_load": [[0.25] * 4], "moe_dropped": [0.0]}
+    write_run(Path("base"), [{"step": 4, **balanced, **evaluated}, {"step": 5, **balanced}])
+    assert run(["report", "base", "--json", "base.json"]) == 0
+    out = capsys.readouterr().out
+    assert "balanced: every expert gets 1.00 to 1.00 x the mean" in out
+    assert "evaluation at step 4: block 0: expert 0 gets 2.80 x the mean; 50.0 % of the choices of block 0 are dropped" in out
+    found = json.loads(Path("base.json").read_text())["experts"]["evaluation"]
+    assert (found["step"], found["blocks"][0]["dropped"]) == (4, 0.5)
+
+
+def test_a_picture_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "runs/moe", "--png", "load.jpg"]) == 2
+    assert "--png writes PNG; load.png would work" in capsys.readouterr().err
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ class Watch(Quiet):
     def start(self, first_step: int, steps: int) -> None:  # noqa: ARG002
         self.times.append(time.perf_counter())
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None:  # noqa: ARG002
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None:  # noqa: ARG002
         self.times.append(time.perf_counter())
 
 

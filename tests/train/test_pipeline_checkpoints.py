@@ -172,7 +172,7 @@ class KillAt(Quiet):
     def __init__(self, step: int) -> None:
         self.at = step
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None:  # noqa: ARG002
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None:  # noqa: ARG002
         if step == self.at:
             raise KilledError
 

@@ -26,7 +26,7 @@ class StopAfter(Quiet):
     def __init__(self, step: int) -> None:
         self.at, self.signals = step, StopSignals()
 
-    def step(self, step: int, loss: float, tokens_per_s: float) -> None:  # noqa: ARG002
+    def step(self, step: int, loss: float, tokens_per_s: float, note: str) -> None:  # noqa: ARG002
         if step == self.at:
             self.signals._asked.set()
 
