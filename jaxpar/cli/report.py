@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -132,7 +132,7 @@ def as_dict(run_dir: Path, reached: Outcome, load: ExpertLoad | None, evaluated:
     return result
 
 
-def _draw(load: ExpertLoad | None, run_dir: Path, path: Path, kind: str) -> None:
+def _draw(load: ExpertLoad | None, run_dir: Path, path: Path, kind: Literal["png", "svg"]) -> None:
     if load is None:
         raise ReportError([f"not drawn: {run_dir} is a run without experts, and the picture shows their load"], str(path))
     if path.suffix.lower() != f".{kind}":
