@@ -14,10 +14,11 @@ from rich.table import Table
 
 from jaxpar.cli.common import JsonFile, write_file, write_json
 from jaxpar.core.shares import entropy
+from jaxpar.core.words import percent, times
 from jaxpar.report.errors import ReportError
 from jaxpar.report.expert_load import ExpertLoad, expert_load, has_experts, last_evaluation
 from jaxpar.report.heat_map import save_heat_map, shown_blocks
-from jaxpar.report.load_text import bar_lines, legend, levels_for, percent, times, verdict
+from jaxpar.report.load_text import bar_lines, legend, levels_for, verdict
 from jaxpar.report.run_folder import Outcome, outcome, read_run
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run: the one with metrics.jsonl.")]

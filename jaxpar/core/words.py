@@ -14,6 +14,16 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
+def times(ratio: float) -> str:
+    """A multiple of the mean: two digits after the point below 10."""
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
+
+
+def percent(fraction: float) -> str:
+    """A fraction in percent; what is above zero never reads 0.0."""
+    return f"{100 * fraction:.1f} %" if fraction == 0 or fraction >= 0.0005 else "< 0.1 %"
+
+
 def versions() -> dict[str, str]:
     """Python and the packages that decide what runs."""
     found = {"python": platform.python_version()}

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxpar.core.shares import over_mean
+from jaxpar.core.words import percent, times
 
 # Eighths of a full bar, which is twice the mean: a balanced expert fills half. The first is for next to nothing.
 LEVELS = "·▁▂▃▄▅▆▇█"
@@ -116,13 +117,3 @@ def _dropped_words(dropped: np.ndarray | None, block: int) -> str:
 def evenly_chosen(count: int, most: int) -> list[int]:
     """All of 0 .. count - 1, or `most` of them with the first and the last."""
     return list(range(count)) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
-def times(ratio: float) -> str:
-    """A multiple of the mean: two digits after the point below 10."""
-    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
-
-
-def percent(fraction: float) -> str:
-    """A fraction in percent; what is above zero never reads 0.0."""
-    return f"{100 * fraction:.1f} %" if fraction == 0 or fraction >= 0.0005 else "< 0.1 %"

@@ -7,31 +7,45 @@ import numpy as np
 from jaxpar.config.moe import MoeConfig
 from jaxpar.core.records import Row
 from jaxpar.core.shares import entropy, over_mean
+from jaxpar.core.words import percent, times
 from jaxpar.train.errors import ExpertsError
 
 DIGITS = 5  # of shares and fractions in a row
+PREFIXES = ("", "eval_")  # of terms of a training step, and of an evaluation
 
 
 def table_row(tables: Mapping[str, np.ndarray]) -> Row:
-    """Terms that are arrays, one number or a list for each block, as lists; and of load, drops and balance the worst block's number."""
+    """Terms that are arrays, one number or a list for each block, as lists; and the worst block's numbers."""
+    return {**list_row(tables), **worst_row(tables)}
+
+
+def list_row(tables: Mapping[str, np.ndarray]) -> Row:
+    """Every term as a list, and how even its loads are."""
     lists = {name: np.round(values.astype(np.float64), DIGITS).tolist() for name, values in tables.items()}
+    for prefix in PREFIXES:
+        if (load := tables.get(f"{prefix}moe_load")) is not None:
+            lists[f"{prefix}moe_load_entropy"] = np.round(entropy(load), DIGITS).tolist()
+    return lists
+
+
+def worst_row(tables: Mapping[str, np.ndarray]) -> Row:
+    """Of load, drops and balance the worst block's number."""
     worst: Row = {}
-    for prefix in ("", "eval_"):
+    for prefix in PREFIXES:
         if (load := tables.get(f"{prefix}moe_load")) is not None:
             worst[f"{prefix}moe_max_load"] = float(np.nan_to_num(over_mean(load)).max())
-            lists[f"{prefix}moe_load_entropy"] = np.round(entropy(load), DIGITS).tolist()
         for name in ("moe_dropped", "moe_overflow", "moe_balance"):
             if (values := tables.get(f"{prefix}{name}")) is not None:
                 worst[f"{prefix}{name}_worst"] = float(np.max(values))
-    return {**lists, **worst}
+    return worst
 
 
 def experts_note(row: Row, prefix: str = "") -> str:
-    """What a person should see of a row's experts: "busiest expert 2.1 x the mean, 24.1 % dropped"; "" without any."""
+    """What a person should see of a row's experts: "busiest expert 2.10 x the mean, 24.1 % dropped"; "" without any."""
     if (busiest := row.get(f"{prefix}moe_max_load")) is None:
         return ""
     dropped = row.get(f"{prefix}moe_dropped_worst", 0.0)
-    return f"busiest expert {busiest:.2g} x the mean" + (f", {100 * dropped:.3g} % dropped" if dropped else "")
+    return f"busiest expert {times(busiest)} x the mean" + (f", {percent(dropped)} dropped" if dropped else "")
 
 
 def limits_error(moe: MoeConfig | None, where: str, tables: Mapping[str, np.ndarray], prefix: str = "") -> ExpertsError | None:

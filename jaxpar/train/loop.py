@@ -24,7 +24,7 @@ from jaxpar.train.compiled import CompiledStep, compile_eval, compiling
 from jaxpar.train.display import ConsoleDisplay, Display, reading
 from jaxpar.train.errors import ExpertsError
 from jaxpar.train.evaluate import evaluate
-from jaxpar.train.experts import experts_note, limits_error, table_row
+from jaxpar.train.experts import experts_note, limits_error, list_row, table_row, worst_row
 from jaxpar.train.folder import check_writable, locked, replace_text, write_hosts
 from jaxpar.train.metrics import Clock, MetricsLog, clock_of, fixed_row, scalars_and_tables, step_numbers
 from jaxpar.train.nonfinite import NonFinitePolicy, last_good
@@ -143,13 +143,13 @@ class Loop:
         if before is not None:
             self.account(*before)
 
-    def settle(self) -> Row | None:
-        """Wait for the running step; its row if it is not written yet."""
+    def settle(self, ending: ExpertsError | None = None) -> Row | None:
+        """Wait for the running step; its row if it is not written yet. ending: what the step before it ends the run with."""
         running, self.running = self.running, None
-        return self.account(*running, write=False) if running else None
+        return self.account(*running, write=False, ending=ending) if running else None
 
-    def account(self, step: int, metrics: dict[str, Array], *, write: bool = True) -> Row | None:
-        """Read a step's numbers: wait for it, time it, judge it, log it."""
+    def account(self, step: int, metrics: dict[str, Array], *, write: bool = True, ending: ExpertsError | None = None) -> Row | None:
+        """Read a step's numbers: wait for it, time it, judge it, log it. A step that is worse than what ends the run ends it instead."""
         found = step_numbers(metrics)
         numbers = found.scalars
         self.clock.step_done()
@@ -157,13 +157,13 @@ class Loop:
         bad = self.policy.is_bad(numbers)
         error = self.policy.error(step, numbers, found.leaf_norms) if bad else None
         limits = limits_error(self.parts.config.model.moe, f"step {step}", found.tables)
+        limits = ending if ending is not None and not (limits and limits.lossy) else limits
         logged = step % self.parts.config.train.log_every == 0 or step == self.parts.config.train.steps
-        tables = table_row(found.tables)
-        rate = self.clock.tokens_per_step * self.clock.steps / self.clock.train_s
-        self.display.step(step, numbers["loss"], rate, experts_note(tables))
+        rate, worst = self.clock.tokens_per_step * self.clock.steps / self.clock.train_s, worst_row(found.tables)
+        self.display.step(step, numbers["loss"], rate, experts_note(worst))
         if not (logged or bad or limits or not write):
             return None
-        row = {"step": step, **numbers, **tables, "tokens": step * self.clock.tokens_per_step}
+        row = {"step": step, **numbers, **list_row(found.tables), **worst, "tokens": step * self.clock.tokens_per_step}
         row |= {**self.clock.take(), **fixed_row(self.parts), **({"skipped": True} if bad else {})}
         if error is not None:
             self.log.write(row)
@@ -171,22 +171,13 @@ class Loop:
             raise error
         if limits is not None:
             self.log.write(row)
+            if not limits.lossy:
+                self.settle(ending=limits)  # the step that has begun meanwhile is saved too
             # After drops the state is as good as any; after a loss it is one that this layout alone would have made.
             self.stop_for(limits, save=not limits.lossy)
         if write:
             self.write(row)
         return row
-
-    def account_running(self) -> None:
-        """The row of the step that runs while the one before it ends the run; its own limits change nothing any more."""
-        running, self.running = self.running, None
-        if running is None:
-            return
-        step, metrics = running
-        found = step_numbers(metrics)
-        self.clock.step_done()
-        self.losses.append(found.scalars["loss"])
-        self.log.write({"step": step, **found.scalars, **table_row(found.tables), **self.clock.take(), **fixed_row(self.parts)})
 
     def pauses(self, step: int) -> bool:
         """Whether this step ends with an evaluation or a checkpoint."""
@@ -239,9 +230,8 @@ class Loop:
         self.saved = self.done
 
     def stop_for(self, limits: ExpertsError, *, save: bool) -> NoReturn:
-        """End the run, and say from where it can go on. A step that has begun meanwhile is saved with its row."""
+        """End the run, and say from where it can go on."""
         if save:
-            self.account_running()
             self.save(blocking=True)
         self.parts.checkpoints.wait()
         there = f"the last checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"

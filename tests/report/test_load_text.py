@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxpar.report.load_text import LEVELS, PLAIN_LEVELS, bar_lines, bars, evenly_chosen, levels_for, load_lines, percent, times, verdict
+from jaxpar.core.words import percent, times
+from jaxpar.report.load_text import LEVELS, PLAIN_LEVELS, bar_lines, bars, evenly_chosen, levels_for, load_lines, verdict
 
 SKEWED = np.array([[1.0, 1.0, 1.0, 1.0], [2.4, 0.9, 0.65, 0.05]])
 

@@ -11,7 +11,7 @@ from jaxpar.build import Parts
 from jaxpar.core.records import read_records
 from jaxpar.core.tree import named_leaves
 from jaxpar.train.errors import ExpertsError
-from jaxpar.train.experts import table_row
+from jaxpar.train.experts import experts_note, table_row
 from jaxpar.train.loop import Result
 from jaxpar.train.sample import rows_of, sample
 from tests.train.test_resume import stopped_after
@@ -65,6 +65,7 @@ def test_too_many_dropped_tokens_stop_a_run_and_leave_a_checkpoint(run: Run, mak
     assert [row["step"] for row in rows] == [1, 2]  # the second had begun: it is saved, so its row is there
     assert parts.checkpoints.latest() == 2
     assert "moe_load" in rows[-1]
+    assert set(rows[1]) == set(rows[0])
 
 
 TIGHT = (*MOE, "model.moe.dispatch=ragged", "model.moe.capacity_factor=null", "mesh.expert=4")
@@ -171,6 +172,12 @@ def test_numbers_of_a_row() -> None:
     assert row["moe_dropped_worst"] == 0.3
     assert row["moe_load"] == [[0.5, 0.25, 0.25, 0.0], [0.25] * 4]
     np.testing.assert_allclose(row["moe_load_entropy"], [1.5 * np.log(2), np.log(4)], atol=1e-5)
+
+
+def test_words_for_a_row() -> None:
+    row = table_row({"eval_moe_load": np.asarray([[0.7, 0.1, 0.1, 0.1]]), "eval_moe_dropped": np.asarray([0.25])})
+    assert experts_note(row, "eval_") == "busiest expert 2.80 x the mean, 25.0 % dropped"
+    assert experts_note(row) == ""
 
 
 def test_numbers_of_a_batch_without_tokens() -> None:
